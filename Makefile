@@ -1,0 +1,49 @@
+# Every command of the project; `make` alone lists them. The first use installs into .venv.
+PYTHON ?= $(shell command -v python3.11 || command -v python3)
+VENV ?= .venv
+BIN := $(VENV)/bin
+RUN := $(BIN)/python
+STAMP := $(VENV)/.installed
+
+.DEFAULT_GOAL := help
+.PHONY: help install train test test-all test-oldest check format bench clean
+
+help:  ## list the commands
+	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
+
+install: $(STAMP)  ## install the project and its tools into .venv
+
+$(STAMP): setup.py pyproject.toml
+	test -x $(RUN) || $(PYTHON) -m venv $(VENV)
+	$(RUN) -m pip install --quiet --disable-pip-version-check --editable ".[dev]"
+	touch $@
+
+train: install  ## train LeNet on real digits with dynamic loss scaling
+	$(RUN) -m examples.lenet
+
+test: install  ## run the tests, with coverage
+	$(RUN) -m pytest -m "not slow" --cov --cov-report=term
+
+test-all: install  ## run the slow tests too
+	$(RUN) -m pytest --cov --cov-report=term
+
+test-oldest:  ## run the tests on the oldest MindSpore that is supported
+	test -x .venv-oldest/bin/python || $(PYTHON) -m venv .venv-oldest
+	.venv-oldest/bin/python -m pip install --quiet --disable-pip-version-check --editable ".[test]" mindspore==2.7.0
+	.venv-oldest/bin/python -m pytest -m "not slow"
+
+check: install  ## check format, lint and types
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+
+format: install  ## format and mend what the linter can
+	$(BIN)/ruff format .
+	$(BIN)/ruff check --fix .
+
+bench: install  ## measure the cost of loss scaling
+	@echo "No benchmark yet."
+
+clean:  ## remove what was built, but not .venv
+	rm -rf build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis .coverage out rank_0 kernel_meta
+	find . -name __pycache__ -not -path './.venv*' -prune -exec rm -rf {} +

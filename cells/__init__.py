@@ -1,0 +1,13 @@
+"""Graph cells of loss scaling: what is compiled into a training graph. Import them from `lossscale`."""
+
+from cells.custom_train_step import CustomTrainOneStepCell
+from cells.train_step import TrainOneStepWithLossScaleCell
+from cells.update import DynamicLossScaleUpdateCell, FixedLossScaleUpdateCell, LossScaleUpdateCell
+
+__all__ = [
+    "CustomTrainOneStepCell",
+    "DynamicLossScaleUpdateCell",
+    "FixedLossScaleUpdateCell",
+    "LossScaleUpdateCell",
+    "TrainOneStepWithLossScaleCell",
+]

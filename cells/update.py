@@ -1,0 +1,186 @@
+"""How is the scale updated? Graph cells that a train step calls with the scale and the overflow flag."""
+
+import itertools
+
+import numpy as np
+from mindspore import Parameter, Tensor, nn, ops
+from mindspore import dtype as mstype
+
+from cells._check import check_loss_scale, check_number_at_least, check_positive_int
+from cells.rule import next_loss_scale
+
+_bindings = itertools.count(1)
+
+
+class LossScaleUpdateCell(nn.Cell):
+    """Base of the update cells: the initial scale, and the tie to the one train cell that holds the live one.
+
+    Args:
+        loss_scale_value: the initial loss scale, a finite number > 0.
+    """
+
+    def __init__(self, loss_scale_value: float):
+        super().__init__()
+        self.loss_scale_value = check_loss_scale("loss_scale_value", loss_scale_value, type(self).__name__)
+        # A list, because a Parameter set as an attribute would become this cell's own in checkpoints.
+        self._live_scale: list[Parameter] = []
+        self.binding = 0  # larger for later bindings, 0 for none
+
+    @property
+    def is_bound(self) -> bool:
+        """Whether a train cell holds the live scale that this cell updates."""
+        return self.binding > 0
+
+    def check_unbound(self) -> None:
+        """Raise ValueError if a train cell already uses this update cell."""
+        if self.is_bound:
+            raise ValueError(
+                f"This '{type(self).__name__}' already belongs to another train cell, and its counters can follow "
+                "only one scale. Make one update cell for each train cell, for example by "
+                "manager.get_update_cell()."
+            )
+
+    def bind(self, scale_sense: Parameter) -> None:
+        """Tie this cell to the Parameter of the train cell; from then on `get_loss_scale` reads that.
+
+        Raises:
+            ValueError: if the cell is already bound.
+        """
+        self.check_unbound()
+        self._live_scale.append(scale_sense)
+        self.binding = next(_bindings)
+
+    def get_loss_scale(self) -> float:
+        """Return the live loss scale once bound to a train cell, the initial one before. Reads the device."""
+        if self.is_bound:
+            return float(self._live_scale[0].asnumpy().reshape(()))
+        return self.loss_scale_value
+
+
+class FixedLossScaleUpdateCell(LossScaleUpdateCell):
+    """Update cell of a fixed loss scale: it changes nothing.
+
+    Overflowing steps are still skipped by the train cell; only the scale stays.
+
+    Args:
+        loss_scale_value: the loss scale, a finite number > 0.
+
+    Inputs:
+        - **loss_scale** (Parameter) - float32 scalar, left as it is.
+        - **overflow** (Tensor) - bool scalar.
+
+    Outputs:
+        The input `overflow`.
+
+    Raises:
+        TypeError: if `loss_scale_value` is not a number.
+        ValueError: if `loss_scale_value` is not finite or not > 0.
+
+    Supported Platforms:
+        ``Ascend`` ``GPU`` ``CPU``
+
+    Examples:
+        >>> from lossscale import FixedLossScaleUpdateCell
+        >>> FixedLossScaleUpdateCell(1024).get_loss_scale()
+        1024.0
+    """
+
+    def construct(self, loss_scale: Parameter, overflow: Tensor) -> Tensor:
+        return overflow
+
+
+class DynamicLossScaleUpdateCell(LossScaleUpdateCell):
+    """Update cell of a dynamic loss scale: smaller after an overflow, larger after a window of clean steps.
+
+    ::
+
+        if overflow:                      scale = min(scale, max(scale * (1 / scale_factor), 1)); last = cur
+        elif cur - last >= scale_window:  scale = scale * scale_factor, if that is finite;        last = cur
+        cur += 1
+
+    The scale thus stays near the largest value that float16 gradients bear, found by trial and without any
+    knowledge of the network (P. Micikevicius et al., Mixed Precision Training, ICLR 2018). The counters are
+    Parameters and so are saved with the train cell:
+
+    ============================ ======= ====================================================
+    Parameter                    starts  meaning
+    ============================ ======= ====================================================
+    current_iterator_step        1       number of the step that runs now (``cur``)
+    last_overflow_iterator_step  0       step of the last overflow or growth (``last``)
+    consecutive_overflows        0       overflows in a row up to the last step
+    total_overflows              0       overflows in all, never reset
+    ============================ ======= ====================================================
+
+    Args:
+        loss_scale_value: initial loss scale, a finite number > 0.
+        scale_factor: what the scale is multiplied and divided by, a finite number >= 1.
+        scale_window: clean steps after which the scale grows, an int > 0.
+
+    Inputs:
+        - **loss_scale** (Parameter) - float32 scalar, assigned in place.
+        - **overflow** (Tensor) - bool scalar, whether this step's gradients overflowed.
+
+    Outputs:
+        The input `overflow`.
+
+    Raises:
+        TypeError: if a factor is not a number or the window not an int.
+        ValueError: if a value is not finite or out of range.
+
+    Supported Platforms:
+        ``Ascend`` ``GPU`` ``CPU``
+
+    Examples:
+        >>> from mindspore import Parameter, Tensor
+        >>> from lossscale import DynamicLossScaleUpdateCell
+        >>> update = DynamicLossScaleUpdateCell(loss_scale_value=2**10, scale_factor=2, scale_window=2)
+        >>> scale = Parameter(Tensor(1024.0), name="scale_sense")
+        >>> for overflow in (True, False, False, False):
+        ...     _ = update(scale, Tensor(overflow))
+        ...     print(float(scale))
+        512.0
+        512.0
+        1024.0
+        1024.0
+    """
+
+    def __init__(self, loss_scale_value: float, scale_factor: float, scale_window: int):
+        owner = type(self).__name__
+        factor = check_number_at_least(
+            "scale_factor",
+            scale_factor,
+            1,
+            owner,
+            hint=" The scale is divided by it on an overflow, so a factor below 1 would enlarge it; use 2.",
+        )
+        window = check_positive_int("scale_window", scale_window, owner)
+        super().__init__(loss_scale_value)
+        self.scale_factor = Tensor(factor, mstype.float32)
+        self.backoff_factor = Tensor(np.float32(1) / np.float32(factor), mstype.float32)
+        self.scale_window = Tensor(window, mstype.int32)
+        self.minimum_loss_scale = Tensor(1.0, mstype.float32)
+        self.cur_iter = _counter("current_iterator_step", 1)
+        self.last_overflow_iter = _counter("last_overflow_iterator_step", 0)
+        self.consecutive_overflows = _counter("consecutive_overflows", 0)
+        self.total_overflows = _counter("total_overflows", 0)
+
+    def construct(self, loss_scale: Parameter, overflow: Tensor) -> Tensor:
+        flag = overflow if isinstance(overflow, Tensor) else Tensor(overflow, mstype.bool_)
+        step = self.cur_iter
+        window_is_full = self.scale_window <= step - self.last_overflow_iter
+        new_scale = next_loss_scale(
+            loss_scale, flag, window_is_full, self.scale_factor, self.backoff_factor, self.minimum_loss_scale
+        )
+        last = ops.select(ops.logical_or(flag, window_is_full), step, self.last_overflow_iter)
+        overflowed = flag.astype(mstype.int32)
+        ops.assign(self.consecutive_overflows, (self.consecutive_overflows + 1) * overflowed)
+        ops.assign(self.total_overflows, self.total_overflows + overflowed)
+        ops.assign(self.last_overflow_iter, last)
+        ops.assign(self.cur_iter, step + 1)
+        ops.assign(loss_scale, new_scale)
+        return overflow
+
+
+def _counter(name: str, start: int) -> Parameter:
+    """A Parameter that counts steps: saved with the train cell, never trained."""
+    return Parameter(Tensor(start, mstype.int32), name=name, requires_grad=False)

@@ -1,0 +1,27 @@
+"""Loss scaling and mixed-precision train steps for MindSpore, on Ascend, GPU and CPU."""
+
+from lossscale._cells import (
+    CustomTrainOneStepCell,
+    DynamicLossScaleUpdateCell,
+    FixedLossScaleUpdateCell,
+    LossScaleUpdateCell,
+    TrainOneStepWithLossScaleCell,
+)
+from lossscale.managers import DynamicLossScaleManager, FixedLossScaleManager, LossScaleManager
+from lossscale.model import Model
+from lossscale.train_network import build_train_network
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "CustomTrainOneStepCell",
+    "DynamicLossScaleManager",
+    "DynamicLossScaleUpdateCell",
+    "FixedLossScaleManager",
+    "FixedLossScaleUpdateCell",
+    "LossScaleManager",
+    "LossScaleUpdateCell",
+    "Model",
+    "TrainOneStepWithLossScaleCell",
+    "build_train_network",
+]

@@ -1,0 +1,164 @@
+"""Build a train cell from a network, an optimizer and a manager, as `mindspore.amp.build_train_network` does."""
+
+from typing import Any, Callable, Optional
+
+from mindspore import amp, boost, context, nn
+from mindspore.train.loss_scale_manager import LossScaleManager as _MindSporeLossScaleManager
+
+from cells import TrainOneStepWithLossScaleCell
+from lossscale.managers import DynamicLossScaleManager, LossScaleManager
+
+_KNOWN_ARGUMENTS = ("cast_model_type", "keep_batchnorm_fp32", "loss_scale_manager")
+
+
+def build_train_network(
+    network: nn.Cell,
+    optimizer: nn.Cell,
+    loss_fn: Optional[nn.Cell] = None,
+    level: str = "O0",
+    boost_level: str = "O0",
+    **kwargs: Any,
+) -> nn.Cell:
+    """Return a train cell for `network` in mixed precision, with the loss scaled as its manager says.
+
+    Like `mindspore.amp.build_train_network`, which does the casting here too, but a manager that skips
+    overflowing steps works on every device.
+
+    Args:
+        network: the network, with the loss inside where `loss_fn` is None. It is cast in place.
+        optimizer: updates the parameters of the network.
+        loss_fn: the loss function. Default: None.
+        level: mixed-precision level, "O0" (none), "O1", "O2", "O3" or "auto". "O2" brings a new
+            `DynamicLossScaleManager()` of its own. Default: "O0".
+        boost_level: "O0", "O1" or "O2"; above "O0" MindSpore's boost cells are used. Default: "O0".
+        **kwargs: `loss_scale_manager` (None: no scaling, also under "O2"), `cast_model_type`
+            (float16 or float32) and `keep_batchnorm_fp32` (bool), each in place of what `level` brings.
+
+    Returns:
+        `TrainOneStepWithLossScaleCell` where overflowing steps are skipped, else `nn.TrainOneStepCell`.
+
+    Raises:
+        ValueError: for an unknown argument, level or combination, and where gradients would be divided by the
+            scale twice or not at all.
+        TypeError: if an argument has the wrong type.
+
+    Supported Platforms:
+        ``Ascend`` ``GPU`` ``CPU``
+
+    Examples:
+        >>> from lossscale import DynamicLossScaleManager, build_train_network
+        >>> from mindspore import nn
+        >>> net = nn.Dense(4, 1)
+        >>> optimizer = nn.Momentum(net.trainable_params(), learning_rate=0.1, momentum=0.9)
+        >>> train_cell = build_train_network(net, optimizer, nn.MSELoss(), level="O2")
+        >>> type(train_cell).__name__
+        'TrainOneStepWithLossScaleCell'
+    """
+    check_known(kwargs, _KNOWN_ARGUMENTS, "build_train_network")
+    manager = kwargs.pop("loss_scale_manager") if "loss_scale_manager" in kwargs else manager_of_level(level)
+
+    def build(stock_manager):
+        return amp.build_train_network(
+            network, optimizer, loss_fn, level, boost_level, loss_scale_manager=stock_manager, **kwargs
+        )
+
+    return build_scaled(build, network, optimizer, manager, boost_level)
+
+
+def manager_of_level(level: str) -> Optional[LossScaleManager]:
+    """Return the loss-scale manager that a mixed-precision level brings: a new one for "O2", none for the others."""
+    return DynamicLossScaleManager() if level == "O2" else None
+
+
+def build_scaled(
+    build: Callable[[Optional[Any]], nn.Cell],
+    network: nn.Cell,
+    optimizer: nn.Cell,
+    manager: Optional[Any],
+    boost_level: str,
+) -> nn.Cell:
+    """Return the train cell that MindSpore's `build` makes, with this library's train step where that applies.
+
+    Args:
+        build: MindSpore's own builder, a function of the manager to use. It is called once, after all checks.
+    """
+    update_cell = _checked_update_cell(network, optimizer, manager, boost_level)
+    if update_cell is None:
+        return build(manager)
+    plain = build(None)
+    train_cell = TrainOneStepWithLossScaleCell(plain.network, optimizer, update_cell).set_train()
+    if plain.get_inputs() is not None:
+        train_cell.set_inputs(*plain.get_inputs())
+    return train_cell
+
+
+def check_known(kwargs: dict, known: tuple, owner: str) -> None:
+    """Raise ValueError if `kwargs` holds a name that is not known."""
+    unknown = sorted(set(kwargs) - set(known))
+    if unknown:
+        raise ValueError(f"'{owner}' got unknown arguments {unknown}; known are {list(known)}.")
+
+
+def _checked_update_cell(
+    network: nn.Cell, optimizer: nn.Cell, manager: Optional[Any], boost_level: str
+) -> Optional[nn.Cell]:
+    """Return the update cell for our train step, or None where MindSpore's own cell is to be used."""
+    if manager is None:
+        return None
+    if not isinstance(manager, (_MindSporeLossScaleManager, boost.GroupLossScaleManager)):
+        raise TypeError(
+            f"'loss_scale_manager' must be a LossScaleManager or None, but got {manager!r} of type "
+            f"{type(manager).__name__}. Write FixedLossScaleManager(1024.0) for a fixed scale."
+        )
+    reason = _reason_for_stock(network, optimizer, manager, boost_level)
+    update_cell = manager.get_update_cell()
+    if update_cell is None:
+        _check_optimizer_unscales(optimizer, manager)
+        return None
+    _check_optimizer_leaves_gradients(optimizer)
+    if reason is None:
+        return update_cell
+    if context.get_context("device_target") == "CPU":
+        raise ValueError(
+            f"{reason} is left to MindSpore's own train cells, which can't skip overflowing steps on CPU. Use "
+            "loss_scale_manager=None here, or train without it."
+        )
+    return None
+
+
+def _reason_for_stock(network: nn.Cell, optimizer: nn.Cell, manager: Any, boost_level: str) -> Optional[str]:
+    """Return what only MindSpore's own train cells cover, or None."""
+    if boost_level != "O0":
+        return f"boost_level={boost_level!r}"
+    if isinstance(manager, boost.GroupLossScaleManager):
+        return "GroupLossScaleManager"
+    if not isinstance(optimizer, nn.Optimizer):
+        return f"The optimizer wrapper {type(optimizer).__name__}"
+    if context.get_auto_parallel_context("pipeline_stages") > 1:
+        return "Pipeline parallelism"
+    if any(cell.cls_name in ("GradAccumulationCell", "GradAccumulation") for _, cell in network.cells_and_names()):
+        return "A gradient-accumulation cell inside the network"
+    mode = context.get_auto_parallel_context("parallel_mode")
+    if mode not in ("stand_alone", "data_parallel"):
+        return f"Parallel mode {mode!r}"
+    return None
+
+
+def _check_optimizer_leaves_gradients(optimizer: nn.Cell) -> None:
+    divisor = getattr(optimizer, "loss_scale", 1.0)
+    if divisor != 1.0:
+        raise ValueError(
+            f"The optimizer was built with loss_scale={divisor:g}, but the train step unscales the gradients "
+            "itself: they would be divided twice. Build the optimizer without loss_scale."
+        )
+
+
+def _check_optimizer_unscales(optimizer: nn.Cell, manager: Any) -> None:
+    scale = manager.get_loss_scale()
+    divisor = getattr(optimizer, "loss_scale", 1.0)
+    if divisor != scale:
+        raise ValueError(
+            f"The manager does not drop overflowing updates, so the optimizer must divide by the loss scale "
+            f"{scale:g}, but it was built with loss_scale={divisor:g}. Build it with loss_scale={scale:g}; for an "
+            "optimizer that has no such argument use CustomTrainOneStepCell, or drop_overflow_update=True."
+        )

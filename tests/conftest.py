@@ -1,0 +1,22 @@
+"""Shared fixtures: the two execution modes, and a fixed seed for each test."""
+
+import mindspore as ms
+import numpy as np
+import pytest
+
+MODES = {"GRAPH": ms.GRAPH_MODE, "PYNATIVE": ms.PYNATIVE_MODE}
+
+
+@pytest.fixture(params=MODES, autouse=False)
+def mode(request):
+    """Run the test in GRAPH_MODE and in PYNATIVE_MODE."""
+    before = ms.get_context("mode")
+    ms.set_context(mode=MODES[request.param])
+    yield request.param
+    ms.set_context(mode=before)
+
+
+@pytest.fixture(autouse=True)
+def _fixed_seed():
+    ms.set_seed(1)
+    np.random.seed(1)
