@@ -120,9 +120,7 @@ class TrainOneStepWithLossScaleCell(nn.TrainOneStepWithLossScaleCell):
         loss = self.network(*inputs)
         used = usable_scale(scale.reshape(()))
         grads = self.scaled_gradients(inputs, loss, used)
-        reduced = self.grad_reducer(cast_up(grads))
-        unscaled = cast_like(grads, unscale(reduced, used))
-        overflow = self.check_overflow(unscaled)
+        unscaled, overflow = self.unscale_and_check(grads, used)
         skip = overflow
         if not scale_is_input:
             skip = self.process_loss_scale(overflow)
@@ -137,12 +135,19 @@ class TrainOneStepWithLossScaleCell(nn.TrainOneStepWithLossScaleCell):
         seed = ops.ones_like(loss) * scale.astype(loss.dtype)
         return self.grad(self.network, self.weights)(*inputs, seed)
 
-    def check_overflow(self, grads: tuple) -> Tensor:
-        """Return a bool scalar: whether the reduced gradients hold inf or nan (on Ascend, as its mode defines)."""
+    def unscale_and_check(self, grads: tuple, scale: Tensor) -> tuple:
+        """Reduce the gradients across devices, unscale them into the parameters' dtypes and look for overflow.
+
+        Returns:
+            The gradients as the optimizer will get them, and a bool scalar: whether any of their values is inf or
+            nan (on Ascend and GPU, whatever MindSpore's check says).
+        """
+        reduced = self.grad_reducer(cast_up(grads))
+        unscaled = cast_like(grads, unscale(reduced, scale))
         if self.check_here:
-            return has_nonfinite(grads)
+            return unscaled, has_nonfinite(unscaled)
         status = Tensor([0] * 8, mstype.int32)
-        return self.get_overflow_status(status, grads).reshape(())
+        return unscaled, self.get_overflow_status(status, unscaled).reshape(())
 
     def get_overflow_status(self, status: Any, compute_output: Any) -> Tensor:
         """Return whether `compute_output`, a tuple of gradients, overflowed on any device.
