@@ -1,0 +1,21 @@
+"""Checks of a state dict before anything of it is loaded."""
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+
+def check_keys(state_dict: Any, expected: Iterable[str], owner: str) -> None:
+    """Raise TypeError or ValueError, naming the keys, unless `state_dict` has exactly the expected ones."""
+    if not isinstance(state_dict, Mapping):
+        raise TypeError(
+            f"For '{owner}', 'state_dict' must be a dict as state_dict() returns it, but got "
+            f"{type(state_dict).__name__}."
+        )
+    expected = list(expected)
+    missing = [key for key in expected if key not in state_dict]
+    unknown = [key for key in state_dict if key not in expected]
+    if missing or unknown:
+        raise ValueError(
+            f"For '{owner}', the state dict lacks the keys {missing} and has the unknown keys {unknown}; expected are "
+            f"{expected}. Nothing was loaded. Was it saved from another kind of scaler?"
+        )
