@@ -3,6 +3,8 @@
 from collections.abc import Iterable, Mapping
 from typing import Any
 
+from cells._check import check_number
+
 
 def check_keys(state_dict: Any, expected: Iterable[str], owner: str) -> None:
     """Raise TypeError or ValueError, naming the keys, unless `state_dict` has exactly the expected ones."""
@@ -19,3 +21,11 @@ def check_keys(state_dict: Any, expected: Iterable[str], owner: str) -> None:
             f"For '{owner}', the state dict lacks the keys {missing} and has the unknown keys {unknown}; expected are "
             f"{expected}. Nothing was loaded. Was it saved from another kind of scaler?"
         )
+
+
+def check_count(name: str, value: Any, owner: str) -> int:
+    """Return `value` as an int if it is a whole number >= 0."""
+    number = check_number(name, value, owner)
+    if number < 0 or number != int(number):
+        raise ValueError(f"For '{owner}', '{name}' must be an int >= 0, but got {value}.")
+    return int(number)

@@ -6,10 +6,10 @@ from typing import Any, Optional, Union
 from mindspore import Parameter, Tensor, amp, nn, ops
 from mindspore import dtype as mstype
 
-from cells._check import check_loss_scale, check_number
+from cells._check import check_loss_scale
 from cells.rule import LossScaleRule, next_loss_scale
 from cells.unscale import cast_like, cast_up, multiply
-from lossscale._state import check_keys
+from lossscale._state import check_count, check_keys
 from lossscale._trees import map_tensors
 from lossscale._unscale import unscale_wide
 
@@ -131,10 +131,7 @@ class LossScaler(nn.Cell):
             value = value.asnumpy().item()
         if name == "scale_value":
             return check_loss_scale(name, value, owner)
-        number = check_number(name, value, owner)
-        if number < 0 or number != int(number):
-            raise ValueError(f"For '{owner}', '{name}' must be an int >= 0, but got {value}.")
-        return int(number)
+        return check_count(name, value, owner)
 
     def _make_parameter(self, name: str, value: float, dtype: Any) -> Parameter:
         return Parameter(Tensor(value, dtype), name=f"{self._name_prefix}.{name}", requires_grad=False)
@@ -207,7 +204,7 @@ class StaticLossScaler(LossScaler):
         [0.00146484]
     """
 
-    state_names = ("scale_value",)
+    state_names: tuple = ("scale_value",)
 
     def __init__(self, scale_value: float, *, name: Optional[str] = None):
         super().__init__(name=name)
@@ -276,7 +273,7 @@ class DynamicLossScaler(StaticLossScaler):
         512.0
     """
 
-    state_names = ("scale_value", "counter", "consecutive_overflows")
+    state_names: tuple = ("scale_value", "counter", "consecutive_overflows")
 
     def __init__(
         self,
