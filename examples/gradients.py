@@ -37,6 +37,11 @@ def plain(values):
     return values.asnumpy().tolist()
 
 
+def rounded(value):
+    """Return a Tensor's numbers with four decimals, to print."""
+    return np.round(value.asnumpy().astype(np.float64), 4).tolist()
+
+
 def gradient_table(transform):
     """Print what `ms.grad` or `ms.value_and_grad` returns for each choice of what to differentiate for."""
     net = Net()
@@ -86,7 +91,7 @@ def scaled_loss():
 def clipped(grads):
     """Clip after unscaling: the limit is meant for true gradients."""
     clipped_grads = ops.clip_by_global_norm(grads, clip_norm=1.0)
-    print("clipped: ", np.round(clipped_grads[0].asnumpy(), 4).tolist())
+    print("clipped: ", rounded(clipped_grads[0]))
 
 
 def accumulated(micro_batches=2):
@@ -110,7 +115,7 @@ def accumulated(micro_batches=2):
     if finite:
         optimizer(grads)
     print("accumulated:", plain(grads))
-    print("weight:", np.round(net.fc.weight.asnumpy(), 4).tolist(), "next scale:", scaler.scale_value.asnumpy())
+    print("weight:", rounded(net.fc.weight), "next scale:", scaler.scale_value.asnumpy())
 
 
 def main():
