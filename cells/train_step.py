@@ -8,7 +8,15 @@ from mindspore import Tensor, context, nn, ops
 from mindspore import dtype as mstype
 
 from cells._check import scale_tensor
-from cells.unscale import cast_like, cast_up, has_nonfinite, unscale, usable_scale
+from cells.unscale import (
+    cast_like,
+    cast_up,
+    has_nonfinite,
+    has_nonfinite_sparse,
+    may_have_sparse_gradients,
+    unscale,
+    usable_scale,
+)
 from cells.update import LossScaleUpdateCell
 
 
@@ -101,6 +109,8 @@ class TrainOneStepWithLossScaleCell(nn.TrainOneStepWithLossScaleCell):
         if isinstance(scale_sense, LossScaleUpdateCell):
             scale_sense.bind(self.scale_sense)
         self.cpu_target = context.get_context("device_target") == "CPU"
+        # Found by the operators that the network's cells hold; set it to True where one is made in `construct`.
+        self.sparse_gradients = may_have_sparse_gradients(network)
         self.scale_every_call = self_scaled
         # The number of inputs that means "the last one is a scale"; -1 where none does.
         self.inputs_with_scale = -1
@@ -145,9 +155,15 @@ class TrainOneStepWithLossScaleCell(nn.TrainOneStepWithLossScaleCell):
         reduced = self.grad_reducer(cast_up(grads))
         unscaled = cast_like(grads, unscale(reduced, scale))
         if self.check_here:
-            return unscaled, has_nonfinite(unscaled)
+            return unscaled, self.is_nonfinite(unscaled)
         status = Tensor([0] * 8, mstype.int32)
         return unscaled, self.get_overflow_status(status, unscaled).reshape(())
+
+    def is_nonfinite(self, grads: Any) -> Tensor:
+        """Return a bool scalar: whether any value of any gradient, dense or sparse, is inf or nan."""
+        if self.sparse_gradients:
+            return has_nonfinite_sparse(grads)
+        return has_nonfinite(grads)
 
     def get_overflow_status(self, status: Any, compute_output: Any) -> Tensor:
         """Return whether `compute_output`, a tuple of gradients, overflowed on any device.
@@ -157,7 +173,7 @@ class TrainOneStepWithLossScaleCell(nn.TrainOneStepWithLossScaleCell):
         """
         if not self.cpu_target:
             return super().get_overflow_status(status, compute_output)
-        overflow = has_nonfinite(compute_output)
+        overflow = self.is_nonfinite(compute_output)
         if self.is_distributed:
             overflow = self.allreduce(overflow.astype(mstype.float32)) > 0
         return overflow

@@ -5,7 +5,7 @@ This is the one place where the CPU's unscale and finite check live; Ascend and 
 
 from typing import Any
 
-from mindspore import Tensor, ops
+from mindspore import Tensor, nn, ops
 from mindspore import dtype as mstype
 from mindspore.common.sparse_tensor import RowTensorInner
 
@@ -89,6 +89,29 @@ def unscale(grads: Any, scale: Tensor) -> Any:
 
 
 def has_nonfinite(grads: Any) -> Tensor:
-    """Return a bool scalar: whether any value of any gradient is inf or nan. Exact, on every dtype."""
-    flags = _map(_nonfinite, grads)
-    return ops.addn(flags) > 0
+    """Return a bool scalar: whether any value of any dense gradient is inf or nan. Exact, on every dtype."""
+    return ops.addn(_map(_nonfinite, grads)) > 0
+
+
+def has_nonfinite_sparse(grads: Any) -> Tensor:
+    """Return what `has_nonfinite` does, for gradients some of which are RowTensors.
+
+    MindSpore learns the type of a sparse gradient late; until then whatever is computed from it has no type
+    either, and neither AddN nor the assignments of the update cell take that. The `if` gives it one.
+    """
+    count = Tensor(0.0, mstype.float32)
+    for flag in _map(_nonfinite, grads):
+        count = count + flag
+    overflow = Tensor(False, mstype.bool_)
+    if count > 0:
+        overflow = Tensor(True, mstype.bool_)
+    return overflow
+
+
+def may_have_sparse_gradients(network: nn.Cell) -> bool:
+    """Return whether a cell of `network` holds an operator whose gradient is a RowTensor."""
+    return any(
+        primitive.name in ("EmbeddingLookup", "SparseGatherV2")
+        for _, cell in network.cells_and_names()
+        for primitive in cell._primitives.values()
+    )
