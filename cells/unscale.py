@@ -1,11 +1,11 @@
-"""How are gradients unscaled and checked? Arithmetic in at least float32, and the finite check.
+"""How are gradients unscaled and checked? Arithmetic in at least float32, and the finite check, in plain ops.
 
-This is the one place where the CPU's unscale and finite check live; Ascend and GPU use MindSpore's own check.
+`cells.native` does the same in one op on CPU; `cells._backend` chooses. Ascend and GPU use MindSpore's own check.
 """
 
 from typing import Any
 
-from mindspore import Tensor, ops
+from mindspore import Tensor, nn, ops
 from mindspore import dtype as mstype
 from mindspore.common.sparse_tensor import RowTensorInner
 
@@ -13,6 +13,9 @@ _cast_up = ops.MultitypeFuncGraph("cast_up")
 _multiply = ops.MultitypeFuncGraph("multiply")
 _cast_like = ops.MultitypeFuncGraph("cast_like")
 _nonfinite = ops.MultitypeFuncGraph("nonfinite")
+_is_sparse = ops.MultitypeFuncGraph("is_sparse")
+_sum = ops.MultitypeFuncGraph("sum")
+_square_sum = ops.MultitypeFuncGraph("square_sum")
 _map = ops.HyperMap()
 
 
@@ -52,12 +55,42 @@ def _cast_like_row_tensor(reference, grad):
 def _nonfinite_tensor(grad):
     # bfloat16 has no IsFinite kernel on CPU; casting up changes no finite value.
     finite = ops.isfinite(_cast_up_tensor(grad))
-    return ops.logical_not(finite.all()).astype(mstype.float32)
+    return ops.logical_not(finite.all())
 
 
 @_nonfinite.register("RowTensor")
 def _nonfinite_row_tensor(grad):
     return _nonfinite_tensor(grad.values)
+
+
+@_is_sparse.register("Tensor")
+def _is_sparse_tensor(grad):
+    return False
+
+
+@_is_sparse.register("RowTensor")
+def _is_sparse_row_tensor(grad):
+    return True
+
+
+@_sum.register("Tensor")
+def _sum_tensor(grad):
+    return _cast_up_tensor(grad).sum().astype(mstype.float32)
+
+
+@_sum.register("RowTensor")
+def _sum_row_tensor(grad):
+    return _sum_tensor(grad.values)
+
+
+@_square_sum.register("Tensor")
+def _square_sum_tensor(grad):
+    return ops.square(grad.astype(mstype.float64)).sum()
+
+
+@_square_sum.register("RowTensor")
+def _square_sum_row_tensor(grad):
+    return _square_sum_tensor(grad.values)
 
 
 def cast_up(grads: Any) -> Any:
@@ -83,12 +116,69 @@ def usable_scale(scale: Tensor) -> Tensor:
 def unscale(grads: Any, scale: Tensor) -> Any:
     """Return float32 or float64 gradients divided by the float32 scalar `scale`, as a multiply by its reciprocal.
 
-    `scale` must be normal and at most 2**126, see `usable_scale`.
+    The reciprocal is taken in float64. `scale` must be normal and at most 2**126, see `usable_scale`.
     """
-    return multiply(ops.reciprocal(scale), grads)
+    return multiply(ops.reciprocal(scale.astype(mstype.float64)), grads)
+
+
+def has_sparse(grads: tuple) -> bool:
+    """Return whether any of the gradients is a RowTensor; known when the graph is compiled."""
+    found = False
+    for is_sparse in _map(_is_sparse, grads):
+        found = found or is_sparse
+    return found
+
+
+def nonfinite_flags(grads: Any) -> Tensor:
+    """Return a bool Tensor of shape (n,): which of the n gradients hold inf or nan. Exact, on every dtype."""
+    return ops.stack(_map(_nonfinite, grads))
 
 
 def has_nonfinite(grads: Any) -> Tensor:
     """Return a bool scalar: whether any value of any gradient is inf or nan. Exact, on every dtype."""
-    flags = _map(_nonfinite, grads)
-    return ops.addn(flags) > 0
+    return nonfinite_flags(grads).any()
+
+
+class PlainGradients(nn.Cell):
+    """Gradient arithmetic by MindSpore's own ops, for every device and for sparse gradients.
+
+    In all methods `grads` is a tuple of n gradients, float16, bfloat16, float32 or float64. Products are float32,
+    float64 for float64; `overflow` is a bool scalar: any inf or nan in what is returned, or in `grads` where they
+    are only looked at; `flags`, of shape (n,), says in which. Sums of squares are taken in float64, over all.
+    """
+
+    def unscale_and_check(self, grads: tuple, scale: Tensor) -> tuple:
+        """Return (grads / scale, overflow, flags) for a float32 scalar `scale`."""
+        unscaled = unscale(cast_up(grads), scale)
+        overflow, flags = self.check(unscaled)
+        return unscaled, overflow, flags
+
+    def unscale_with_norm(self, grads: tuple, scale: Tensor) -> tuple:
+        """Return (grads / scale, overflow, flags, sum of squares of grads / scale)."""
+        unscaled, overflow, flags = self.unscale_and_check(grads, scale)
+        return unscaled, overflow, flags, _sum_of_squares(unscaled)
+
+    def multiply_and_check(self, grads: tuple, factor: Tensor) -> tuple:
+        """Return (grads * factor, overflow, flags) for a float32 or float64 scalar `factor`."""
+        products = multiply(factor, cast_up(grads))
+        overflow, flags = self.check(products)
+        return products, overflow, flags
+
+    def check(self, grads: tuple) -> tuple:
+        """Return (overflow, flags)."""
+        # A finite sum proves that all its terms are finite, and costs a third of looking at each. An infinite one
+        # may come from finite terms and asks for the exact look.
+        suspects = ops.logical_not(ops.isfinite(ops.stack(_map(_sum, grads))))
+        flags = suspects
+        if suspects.any():
+            flags = nonfinite_flags(grads)
+        return flags.any(), flags
+
+    def check_with_norm(self, grads: tuple) -> tuple:
+        """Return (overflow, flags, sum of squares)."""
+        overflow, flags = self.check(grads)
+        return overflow, flags, _sum_of_squares(grads)
+
+
+def _sum_of_squares(grads: Any) -> Tensor:
+    return ops.stack(_map(_square_sum, grads)).sum()
