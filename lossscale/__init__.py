@@ -6,6 +6,7 @@ from lossscale._cells import (
     FixedLossScaleUpdateCell,
     LossScaleUpdateCell,
     TrainOneStepWithLossScaleCell,
+    backend,
 )
 from lossscale.managers import DynamicLossScaleManager, FixedLossScaleManager, LossScaleManager
 from lossscale.model import Model
@@ -23,5 +24,6 @@ __all__ = [
     "LossScaleUpdateCell",
     "Model",
     "TrainOneStepWithLossScaleCell",
+    "backend",
     "build_train_network",
 ]

@@ -354,6 +354,6 @@ def test_each_device_gets_its_check(monkeypatch, device, soc, check):
         "_get_ascend_overflow_status_on_saturation_mode",
     ):
         monkeypatch.setattr(type(step), name, lambda *_, n=name: called.append(n) or Tensor(True), raising=False)
-    _, overflow = step.unscale_and_check((Tensor(np.float32([np.inf])),), Tensor(8.0))
+    _, overflow, _ = step.unscale_and_check((Tensor(np.float32([np.inf])),), Tensor(8.0))
     assert bool(overflow)
     assert called == ([check] if check else [])
