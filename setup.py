@@ -3,7 +3,7 @@
 import re
 from pathlib import Path
 
-from setuptools import find_packages, setup
+from setuptools import Extension, find_packages, setup
 
 ROOT = Path(__file__).parent
 VERSION = re.search(r'^__version__ = "(.+)"$', (ROOT / "lossscale/__init__.py").read_text(), re.M).group(1)
@@ -11,6 +11,26 @@ VERSION = re.search(r'^__version__ = "(.+)"$', (ROOT / "lossscale/__init__.py").
 EXAMPLES = ["scikit-learn>=1.3", "tqdm>=4.60"]
 TEST = ["hypothesis==6.170.15", "pytest==9.2.0", "pytest-cov==7.1.0", *EXAMPLES]
 DEV = ["mypy==2.4.1", "ruff==0.17.5", *TEST]
+
+# Optional: without a compiler the package installs all the same and works by plain MindSpore ops. Functions are
+# compiled for several generations of x86 and chosen at run time, so -march stays that of the platform.
+NATIVE = Extension(
+    "cells._native",
+    sources=["cells/native/kernels.cc", "cells/native/ops.cc"],
+    depends=["cells/native/kernels.h"],
+    language="c++",
+    extra_compile_args=[
+        "-std=c++17",
+        "-O3",
+        "-fvisibility=hidden",
+        "-g0",
+        "-ffp-contract=off",  # multiply-add only where the source says so
+        "-fno-math-errno",
+        "-fno-trapping-math",
+    ],
+    extra_link_args=["-pthread"],
+    optional=True,
+)
 
 setup(
     name="lossscale",
@@ -30,6 +50,7 @@ setup(
     ],
     packages=find_packages(include=["lossscale", "lossscale.*", "cells", "cells.*"]),
     package_data={"lossscale": ["py.typed"], "cells": ["py.typed"]},
+    ext_modules=[NATIVE],
     python_requires=">=3.9",
     # Every numpy 2 breaks operators of MindSpore 2.7 to 2.10 on CPU, whatever its own metadata says.
     install_requires=["mindspore>=2.7,<3", "numpy<2"],

@@ -1,5 +1,6 @@
 """Graph cells of loss scaling: what is compiled into a training graph. Import them from `lossscale`."""
 
+from cells._backend import backend
 from cells.custom_train_step import CustomTrainOneStepCell
 from cells.train_step import TrainOneStepWithLossScaleCell
 from cells.update import DynamicLossScaleUpdateCell, FixedLossScaleUpdateCell, LossScaleUpdateCell
@@ -10,4 +11,5 @@ __all__ = [
     "FixedLossScaleUpdateCell",
     "LossScaleUpdateCell",
     "TrainOneStepWithLossScaleCell",
+    "backend",
 ]

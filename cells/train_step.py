@@ -4,11 +4,20 @@ import inspect
 import warnings
 from typing import Any, Optional, Union
 
-from mindspore import Tensor, context, nn, ops
+import numpy as np
+from mindspore import Parameter, Tensor, context, nn, ops
 from mindspore import dtype as mstype
 
+from cells._backend import gradient_arithmetic
 from cells._check import scale_tensor
-from cells.unscale import cast_like, cast_up, has_nonfinite, unscale, usable_scale
+from cells.unscale import (
+    SparseGradients,
+    cast_like,
+    cast_up,
+    may_have_sparse_gradients,
+    unscale,
+    usable_scale,
+)
 from cells.update import LossScaleUpdateCell
 
 
@@ -110,6 +119,13 @@ class TrainOneStepWithLossScaleCell(nn.TrainOneStepWithLossScaleCell):
         # the flag need not be sent, unless a subclass brings a check of its own.
         own_check = type(self).get_overflow_status is not TrainOneStepWithLossScaleCell.get_overflow_status
         self.check_here = self.cpu_target and not own_check
+        # Sparse gradients are foreseen by the operators that the network's cells hold.
+        self.sparse_gradients = may_have_sparse_gradients(network)
+        self.gradients = SparseGradients() if self.sparse_gradients else gradient_arithmetic()
+        self.narrow_parameters = any(p.dtype in (mstype.float16, mstype.bfloat16) for p in self.weights)
+        # A list, because a Parameter set as an attribute would go into checkpoints, where it has no business.
+        flags = Tensor(np.zeros(len(self.weights), np.bool_))
+        self._overflow_flags = [Parameter(flags, name="overflow_flags", requires_grad=False)]
 
     def construct(self, *inputs):
         scale_is_input = self.scale_every_call or len(inputs) == self.inputs_with_scale
@@ -120,13 +136,15 @@ class TrainOneStepWithLossScaleCell(nn.TrainOneStepWithLossScaleCell):
         loss = self.network(*inputs)
         used = usable_scale(scale.reshape(()))
         grads = self.scaled_gradients(inputs, loss, used)
-        unscaled, overflow = self.unscale_and_check(grads, used)
+        unscaled, overflow, flags = self.unscale_and_check(grads, used)
         skip = overflow
         if not scale_is_input:
             skip = self.process_loss_scale(overflow)
             scale = self.scale_sense * 1.0
         if not skip:
             loss = ops.depend(loss, self.optimizer(unscaled))
+        else:
+            loss = ops.depend(loss, self.keep_flags(unscaled, flags))
         return loss, overflow, scale
 
     def scaled_gradients(self, inputs: tuple, loss: Tensor, scale: Tensor) -> tuple:
@@ -139,15 +157,35 @@ class TrainOneStepWithLossScaleCell(nn.TrainOneStepWithLossScaleCell):
         """Reduce the gradients across devices, unscale them into the parameters' dtypes and look for overflow.
 
         Returns:
-            The gradients as the optimizer will get them, and a bool scalar: whether any of their values is inf or
-            nan (on Ascend and GPU, whatever MindSpore's check says).
+            The gradients as the optimizer will get them; a bool scalar, whether any of their values is inf or nan
+            (on Ascend and GPU, whatever MindSpore's check says); and for each gradient whether it holds any (empty
+            where another check than this library's was made).
         """
-        reduced = self.grad_reducer(cast_up(grads))
-        unscaled = cast_like(grads, unscale(reduced, scale))
-        if self.check_here:
-            return unscaled, has_nonfinite(unscaled)
-        status = Tensor([0] * 8, mstype.int32)
-        return unscaled, self.get_overflow_status(status, unscaled).reshape(())
+        reduced = cast_up(grads) if self.reducer_flag else grads
+        reduced = self.grad_reducer(reduced)
+        if not self.check_here:
+            unscaled = cast_like(grads, unscale(cast_up(reduced), scale))
+            overflow = self.get_overflow_status(Tensor([0] * 8, mstype.int32), unscaled).reshape(())
+            return unscaled, overflow, ()
+        unscaled, overflow, flags = self.gradients.unscale_and_check(reduced, scale)
+        if self.narrow_parameters:  # a float32 may become inf in float16
+            unscaled = cast_like(grads, unscaled)
+            overflow, flags = self.gradients.check(unscaled)
+        return unscaled, overflow, flags
+
+    def keep_flags(self, unscaled: tuple, flags: Any) -> Tensor:
+        """Keep which gradients held inf or nan, for `nonfinite_parameters`. Runs on overflow only."""
+        if not self.check_here or self.sparse_gradients:
+            flags = self.gradients.nonfinite_flags(unscaled)
+        return ops.assign(self._overflow_flags[0], flags)
+
+    def nonfinite_parameters(self) -> list:
+        """Return the names of the parameters whose gradients held inf or nan at the last overflow.
+
+        Empty before the first one. Reads the device.
+        """
+        flags = self._overflow_flags[0].asnumpy()
+        return [weight.name for weight, flag in zip(self.weights, flags) if flag]
 
     def get_overflow_status(self, status: Any, compute_output: Any) -> Tensor:
         """Return whether `compute_output`, a tuple of gradients, overflowed on any device.
@@ -157,7 +195,7 @@ class TrainOneStepWithLossScaleCell(nn.TrainOneStepWithLossScaleCell):
         """
         if not self.cpu_target:
             return super().get_overflow_status(status, compute_output)
-        overflow = has_nonfinite(compute_output)
+        overflow, _ = self.gradients.check(compute_output)
         if self.is_distributed:
             overflow = self.allreduce(overflow.astype(mstype.float32)) > 0
         return overflow

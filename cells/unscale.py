@@ -1,11 +1,11 @@
-"""How are gradients unscaled and checked? Arithmetic in at least float32, and the finite check.
+"""How are gradients unscaled and checked? Arithmetic in at least float32, and the finite check, in plain ops.
 
-This is the one place where the CPU's unscale and finite check live; Ascend and GPU use MindSpore's own check.
+`cells.native` does the same in one op on CPU; `cells._backend` chooses. Ascend and GPU use MindSpore's own check.
 """
 
 from typing import Any
 
-from mindspore import Tensor, ops
+from mindspore import Tensor, nn, ops
 from mindspore import dtype as mstype
 from mindspore.common.sparse_tensor import RowTensorInner
 
@@ -13,6 +13,8 @@ _cast_up = ops.MultitypeFuncGraph("cast_up")
 _multiply = ops.MultitypeFuncGraph("multiply")
 _cast_like = ops.MultitypeFuncGraph("cast_like")
 _nonfinite = ops.MultitypeFuncGraph("nonfinite")
+_sum = ops.MultitypeFuncGraph("sum")
+_square_sum = ops.MultitypeFuncGraph("square_sum")
 _map = ops.HyperMap()
 
 
@@ -52,12 +54,32 @@ def _cast_like_row_tensor(reference, grad):
 def _nonfinite_tensor(grad):
     # bfloat16 has no IsFinite kernel on CPU; casting up changes no finite value.
     finite = ops.isfinite(_cast_up_tensor(grad))
-    return ops.logical_not(finite.all()).astype(mstype.float32)
+    return ops.logical_not(finite.all())
 
 
 @_nonfinite.register("RowTensor")
 def _nonfinite_row_tensor(grad):
     return _nonfinite_tensor(grad.values)
+
+
+@_sum.register("Tensor")
+def _sum_tensor(grad):
+    return _cast_up_tensor(grad).sum().astype(mstype.float32)
+
+
+@_sum.register("RowTensor")
+def _sum_row_tensor(grad):
+    return _sum_tensor(grad.values)
+
+
+@_square_sum.register("Tensor")
+def _square_sum_tensor(grad):
+    return ops.square(grad.astype(mstype.float64)).sum()
+
+
+@_square_sum.register("RowTensor")
+def _square_sum_row_tensor(grad):
+    return _square_sum_tensor(grad.values)
 
 
 def cast_up(grads: Any) -> Any:
@@ -88,7 +110,98 @@ def unscale(grads: Any, scale: Tensor) -> Any:
     return multiply(ops.reciprocal(scale), grads)
 
 
+def nonfinite_flags(grads: Any) -> Tensor:
+    """Return a bool Tensor of shape (n,): which of the n gradients hold inf or nan. Exact, on every dtype."""
+    return ops.stack(_map(_nonfinite, grads))
+
+
 def has_nonfinite(grads: Any) -> Tensor:
     """Return a bool scalar: whether any value of any gradient is inf or nan. Exact, on every dtype."""
-    flags = _map(_nonfinite, grads)
-    return ops.addn(flags) > 0
+    return nonfinite_flags(grads).any()
+
+
+class PlainGradients(nn.Cell):
+    """Gradient arithmetic by MindSpore's own ops, for every device and for sparse gradients.
+
+    In all methods `grads` is a tuple of n gradients, float16, bfloat16, float32 or float64. Products are float32,
+    float64 for float64; `overflow` is a bool scalar: any inf or nan in what is returned, or in `grads` where they
+    are only looked at; `flags`, of shape (n,), says in which. Sums of squares are taken in float64, over all.
+    """
+
+    def unscale_and_check(self, grads: tuple, scale: Tensor) -> tuple:
+        """Return (grads / scale, overflow, flags) for a float32 scalar `scale`."""
+        # In float64, for float64 gradients; rounded to float32 it is the same as the float32 reciprocal.
+        return self.multiply_and_check(grads, ops.reciprocal(scale.astype(mstype.float64)))
+
+    def unscale_with_norm(self, grads: tuple, scale: Tensor) -> tuple:
+        """Return (grads / scale, overflow, flags, sum of squares of grads / scale)."""
+        unscaled, overflow, flags = self.unscale_and_check(grads, scale)
+        return unscaled, overflow, flags, _sum_of_squares(unscaled)
+
+    def multiply_and_check(self, grads: tuple, factor: Tensor) -> tuple:
+        """Return (grads * factor, overflow, flags) for a float32 or float64 scalar `factor`."""
+        products = multiply(factor, cast_up(grads))
+        overflow, flags = self.check(products)
+        return products, overflow, flags
+
+    def check(self, grads: tuple) -> tuple:
+        """Return (overflow, flags)."""
+        # A finite sum proves that all its terms are finite, and costs a third of looking at each. An infinite one
+        # may come from finite terms and asks for the exact look.
+        suspects = ops.logical_not(ops.isfinite(ops.stack(_map(_sum, grads))))
+        flags = suspects
+        if suspects.any():
+            flags = nonfinite_flags(grads)
+        return flags.any(), flags
+
+    def check_with_norm(self, grads: tuple) -> tuple:
+        """Return (overflow, flags, sum of squares)."""
+        overflow, flags = self.check(grads)
+        return overflow, flags, _sum_of_squares(grads)
+
+    def nonfinite_flags(self, grads: tuple) -> Tensor:
+        """Return a bool Tensor of shape (n,): which of the n gradients hold inf or nan."""
+        return nonfinite_flags(grads)
+
+
+class SparseGradients(PlainGradients):
+    """Gradient arithmetic where some gradients are RowTensors.
+
+    MindSpore learns the type of a sparse gradient late; until then whatever is computed from it has no type
+    either, and Stack, AddN and the assignments of the update cell refuse it. An `if` gives a flag its type.
+    """
+
+    def check(self, grads: tuple) -> tuple:
+        """Return (overflow, no flags)."""
+        count = Tensor(0.0, mstype.float32)
+        for flag in _map(_nonfinite, grads):
+            count = count + flag.astype(mstype.float32)
+        return _typed(count > 0), ()
+
+    def nonfinite_flags(self, grads: tuple) -> Tensor:
+        """Return a bool Tensor of shape (n,): which of the n gradients hold inf or nan."""
+        flags: tuple = ()
+        for flag in _map(_nonfinite, grads):
+            flags += (_typed(flag),)
+        return ops.stack(flags)
+
+
+def may_have_sparse_gradients(network: nn.Cell) -> bool:
+    """Return whether a cell of `network` holds an operator whose gradient is a RowTensor."""
+    return any(
+        primitive.name in ("EmbeddingLookup", "SparseGatherV2")
+        for _, cell in network.cells_and_names()
+        for primitive in cell._primitives.values()
+    )
+
+
+def _typed(flag: Tensor) -> Tensor:
+    """Return a flag whose type MindSpore does not know yet as a bool scalar."""
+    typed = Tensor(False, mstype.bool_)
+    if flag:
+        typed = Tensor(True, mstype.bool_)
+    return typed
+
+
+def _sum_of_squares(grads: Any) -> Tensor:
+    return ops.stack(_map(_square_sum, grads)).sum()

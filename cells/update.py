@@ -173,6 +173,7 @@ class DynamicLossScaleUpdateCell(LossScaleUpdateCell):
         self.scale_window = Tensor(rule.scale_window, mstype.int32)
         self.minimum_loss_scale = Tensor(rule.min_loss_scale, mstype.float32)
         self.maximum_loss_scale = Tensor(rule.max_loss_scale, mstype.float32)
+        self.zero = Tensor(0, mstype.int32)
         self.hysteresis = rule.hysteresis
         self.cur_iter = _counter("current_iterator_step", 1)
         self.last_overflow_iter = _counter("last_overflow_iterator_step", 0)
@@ -180,11 +181,10 @@ class DynamicLossScaleUpdateCell(LossScaleUpdateCell):
         self.total_overflows = _counter("total_overflows", 0)
 
     def construct(self, loss_scale: Parameter, overflow: Tensor) -> Tensor:
-        flag = overflow if isinstance(overflow, Tensor) else Tensor(overflow, mstype.bool_)
+        flag = Tensor(overflow, mstype.bool_) if isinstance(overflow, bool) else overflow
         step = self.cur_iter
         window_is_full = self.scale_window <= step - self.last_overflow_iter
-        overflowed = flag.astype(mstype.int32)
-        in_a_row = (self.consecutive_overflows + 1) * overflowed
+        in_a_row = ops.select(flag, self.consecutive_overflows + 1, self.zero)
         backs_off = flag if self.hysteresis == 1 else in_a_row >= self.hysteresis
         new_scale = next_loss_scale(
             loss_scale,
@@ -197,7 +197,7 @@ class DynamicLossScaleUpdateCell(LossScaleUpdateCell):
         )
         last = ops.select(ops.logical_or(flag, window_is_full), step, self.last_overflow_iter)
         ops.assign(self.consecutive_overflows, in_a_row)
-        ops.assign(self.total_overflows, self.total_overflows + overflowed)
+        ops.assign(self.total_overflows, ops.select(flag, self.total_overflows + 1, self.total_overflows))
         ops.assign(self.last_overflow_iter, last)
         ops.assign(self.cur_iter, step + 1)
         ops.assign(loss_scale, new_scale)

@@ -6,6 +6,7 @@ from lossscale._cells import (
     FixedLossScaleUpdateCell,
     LossScaleUpdateCell,
     TrainOneStepWithLossScaleCell,
+    backend,
 )
 from lossscale.finite import NonfiniteGradient, all_finite, find_nonfinite
 from lossscale.grad_scaler import GradScaler
@@ -33,6 +34,7 @@ __all__ = [
     "StaticLossScaler",
     "TrainOneStepWithLossScaleCell",
     "all_finite",
+    "backend",
     "build_train_network",
     "find_nonfinite",
 ]

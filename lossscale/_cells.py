@@ -14,6 +14,7 @@ from cells import (
     FixedLossScaleUpdateCell,
     LossScaleUpdateCell,
     TrainOneStepWithLossScaleCell,
+    backend,
 )
 
 __all__ = [
@@ -22,4 +23,5 @@ __all__ = [
     "FixedLossScaleUpdateCell",
     "LossScaleUpdateCell",
     "TrainOneStepWithLossScaleCell",
+    "backend",
 ]

@@ -1,0 +1,129 @@
+"""The native CPU kernel: all gradients of a network in one op and one pass over memory, called through `ops.Custom`.
+
+`kernels.cc` holds the arithmetic and `ops.cc` its entry points. `setup.py` builds both into the shared library
+``cells/_native.*.so`` where there is a C++ compiler; `cells._backend` says whether it is used.
+"""
+
+import importlib.util
+import platform
+from functools import cache
+from typing import Any, Optional
+
+from mindspore import Tensor, nn, ops
+from mindspore import dtype as mstype
+
+
+@cache
+def library_path() -> Optional[str]:
+    """Return the path of the compiled kernel, or None where it was not built."""
+    if platform.system() != "Linux":
+        return None
+    spec = importlib.util.find_spec("cells._native")
+    return None if spec is None else spec.origin
+
+
+def native_op(name: str, out_shape: Any, out_dtype: Any) -> ops.Custom:
+    """Return the entry point ``lossscale_<name>`` of the compiled kernel as an op.
+
+    Raises:
+        RuntimeError: if the kernel was not built.
+    """
+    path = library_path()
+    if path is None:
+        raise RuntimeError("The native kernel is not built; install lossscale with a C++ compiler on the machine.")
+    return ops.Custom(f"{path}:lossscale_{name}", out_shape, out_dtype, func_type="aot")
+
+
+def flag_shapes(count: int) -> list:
+    """Return the shapes of the two outputs of every op: overflow, and a flag for each of `count` gradients."""
+    return [[1], [count]]
+
+
+def _shapes(grads: tuple) -> list:
+    # An output of shape () would leave the op as a Python number.
+    return [list(shape) or [1] for shape in grads]
+
+
+def _dtypes(grads: tuple) -> list:
+    return [mstype.float64 if grad.element_type() == mstype.float64 else mstype.float32 for grad in grads]
+
+
+def _product_shapes(factor, *grads):
+    return (*flag_shapes(len(grads)), *_shapes(grads))
+
+
+def _product_dtypes(factor, *grads):
+    return (mstype.bool_, mstype.bool_, *_dtypes(grads))
+
+
+def _product_norm_shapes(factor, *grads):
+    return (*flag_shapes(len(grads)), [1], *_shapes(grads))
+
+
+def _product_norm_dtypes(factor, *grads):
+    return (mstype.bool_, mstype.bool_, mstype.float64, *_dtypes(grads))
+
+
+def _check_shapes(*grads):
+    return tuple(flag_shapes(len(grads)))
+
+
+def _check_dtypes(*grads):
+    return (mstype.bool_, mstype.bool_)
+
+
+def _check_norm_shapes(*grads):
+    return (*flag_shapes(len(grads)), [1])
+
+
+def _check_norm_dtypes(*grads):
+    return (mstype.bool_, mstype.bool_, mstype.float64)
+
+
+class NativeGradients(nn.Cell):
+    """Gradient arithmetic by the native kernel; see `cells.unscale.PlainGradients` for the methods."""
+
+    def __init__(self):
+        super().__init__()
+        self.unscale_op = native_op("unscale", _product_shapes, _product_dtypes)
+        self.unscale_norm_op = native_op("unscale_norm", _product_norm_shapes, _product_norm_dtypes)
+        self.multiply_op = native_op("multiply", _product_shapes, _product_dtypes)
+        self.check_op = native_op("check", _check_shapes, _check_dtypes)
+        self.check_norm_op = native_op("check_norm", _check_norm_shapes, _check_norm_dtypes)
+
+    def unscale_and_check(self, grads: tuple, scale: Tensor) -> tuple:
+        """Return (grads / scale, overflow, flags)."""
+        outputs = self.unscale_op(scale, *grads)
+        return _like(outputs[2:], grads), outputs[0].reshape(()), outputs[1]
+
+    def unscale_with_norm(self, grads: tuple, scale: Tensor) -> tuple:
+        """Return (grads / scale, overflow, flags, sum of squares of grads / scale)."""
+        outputs = self.unscale_norm_op(scale, *grads)
+        return _like(outputs[3:], grads), outputs[0].reshape(()), outputs[1], outputs[2].reshape(())
+
+    def multiply_and_check(self, grads: tuple, factor: Tensor) -> tuple:
+        """Return (grads * factor, overflow, flags)."""
+        outputs = self.multiply_op(factor, *grads)
+        return _like(outputs[2:], grads), outputs[0].reshape(()), outputs[1]
+
+    def check(self, grads: tuple) -> tuple:
+        """Return (overflow, flags)."""
+        outputs = self.check_op(*grads)
+        return outputs[0].reshape(()), outputs[1]
+
+    def check_with_norm(self, grads: tuple) -> tuple:
+        """Return (overflow, flags, sum of squares)."""
+        outputs = self.check_norm_op(*grads)
+        return outputs[0].reshape(()), outputs[1], outputs[2].reshape(())
+
+    def nonfinite_flags(self, grads: tuple) -> Tensor:
+        """Return a bool Tensor of shape (n,): which of the n gradients hold inf or nan."""
+        return self.check_op(*grads)[1]
+
+
+def _like(products: tuple, grads: tuple) -> tuple:
+    """Return the products with those of scalar gradients in shape () again."""
+    shaped: tuple = ()
+    for product, grad in zip(products, grads):
+        shaped += (product if grad.shape else product.reshape(()),)
+    return shaped

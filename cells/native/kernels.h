@@ -1,0 +1,66 @@
+// The arithmetic of unscaling, checking and fused optimizers over many tensors, free of MindSpore.
+#ifndef LOSSSCALE_CELLS_NATIVE_KERNELS_H_
+#define LOSSSCALE_CELLS_NATIVE_KERNELS_H_
+
+#include <cstddef>
+#include <cstdint>
+#include <vector>
+
+namespace lossscale {
+
+enum class DType { kFloat16, kBFloat16, kFloat32, kFloat64 };
+
+struct Input {
+  const void *data;  // contiguous; may be null where size is 0
+  int64_t size;
+  DType dtype;
+};
+
+// Floating-point environment of IEEE 754 for one scope: subnormals count, whatever the calling thread has set.
+class ExactSubnormals {
+ public:
+  ExactSubnormals();
+  ~ExactSubnormals();
+  ExactSubnormals(const ExactSubnormals &) = delete;
+  ExactSubnormals &operator=(const ExactSubnormals &) = delete;
+
+ private:
+  uint64_t saved_;
+};
+
+// flags[i] = any value of inputs[i] * factor is inf or nan. With `outputs` the products are written there, in
+// float32 (float64 for float64). With `sum_of_squares` (double[1]) it receives that of all products.
+// The factor is rounded to float32 for all but float64.
+void MultiplyAndCheck(double factor, const std::vector<Input> &inputs, void *const *outputs, bool *flags,
+                      double *sum_of_squares);
+
+// One tensor of an optimizer: float32 weight and state, all of gradient.size values.
+struct MomentumTensor {
+  Input gradient;
+  float *weight;
+  float *moment;
+  float learning_rate;
+  float weight_decay;
+};
+
+struct AdamTensor {
+  Input gradient;
+  float *weight;
+  float *moment1;
+  float *moment2;
+  float learning_rate;
+  float weight_decay;
+};
+
+struct AdamConstants {
+  float beta1;
+  float beta2;
+  float epsilon;
+};
+
+void ApplyMomentum(double factor, float momentum, const std::vector<MomentumTensor> &tensors);
+void ApplyAdamWeightDecay(double factor, const AdamConstants &constants, const std::vector<AdamTensor> &tensors);
+
+}  // namespace lossscale
+
+#endif  // LOSSSCALE_CELLS_NATIVE_KERNELS_H_

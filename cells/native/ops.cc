@@ -1,0 +1,191 @@
+// MindSpore's entry points (ops.Custom, func_type="aot"). Each returns 0, or another number for a bad call.
+#include <cstring>
+#include <vector>
+
+#include "kernels.h"
+
+namespace {
+
+using lossscale::DType;
+using lossscale::Input;
+
+constexpr int kDone = 0;
+constexpr int kBadCount = 1;
+constexpr int kBadDtype = 2;
+
+// The arguments that MindSpore passes, inputs first, then outputs.
+struct Arguments {
+  int count;
+  void **data;
+  int *ndims;
+  int64_t **shapes;
+  const char **dtypes;
+
+  int64_t Size(int i) const {
+    int64_t size = 1;
+    for (int axis = 0; axis < ndims[i]; ++axis) {
+      size *= shapes[i][axis];
+    }
+    return size;
+  }
+
+  bool Get(int i, Input *input) const {
+    input->data = data[i];
+    input->size = Size(i);
+    if (std::strcmp(dtypes[i], "float32") == 0) {
+      input->dtype = DType::kFloat32;
+    } else if (std::strcmp(dtypes[i], "float16") == 0) {
+      input->dtype = DType::kFloat16;
+    } else if (std::strcmp(dtypes[i], "bfloat16") == 0) {
+      input->dtype = DType::kBFloat16;
+    } else if (std::strcmp(dtypes[i], "float64") == 0) {
+      input->dtype = DType::kFloat64;
+    } else {
+      return false;
+    }
+    return true;
+  }
+
+  bool Get(int first, int n, std::vector<Input> *inputs) const {
+    inputs->resize(static_cast<size_t>(n));
+    for (int i = 0; i < n; ++i) {
+      if (!Get(first + i, &(*inputs)[static_cast<size_t>(i)])) {
+        return false;
+      }
+    }
+    return true;
+  }
+
+  bool GetScalar(int i, double *value) const {
+    if (std::strcmp(dtypes[i], "float32") == 0) {
+      *value = static_cast<double>(*static_cast<const float *>(data[i]));
+    } else if (std::strcmp(dtypes[i], "float64") == 0) {
+      *value = *static_cast<const double *>(data[i]);
+    } else {
+      return false;
+    }
+    return true;
+  }
+};
+
+bool Any(const bool *flags, int n) {
+  bool any = false;
+  for (int i = 0; i < n; ++i) {
+    any |= flags[i];
+  }
+  return any;
+}
+
+// Inputs: [factor,] n gradients. Outputs: overflow (1,), flags (n,) [, sum of squares (1,)] [, n products].
+int Multiply(const Arguments &arguments, bool has_factor, bool reciprocal, bool has_norm, bool has_outputs) {
+  const int first = has_factor ? 1 : 0;
+  const int fixed = first + 2 + (has_norm ? 1 : 0);
+  const int n = (arguments.count - fixed) / (has_outputs ? 2 : 1);
+  if (n < 1 || fixed + n * (has_outputs ? 2 : 1) != arguments.count) {
+    return kBadCount;
+  }
+  const lossscale::ExactSubnormals exact;
+  double factor = 1;
+  std::vector<Input> gradients;
+  if ((has_factor && !arguments.GetScalar(0, &factor)) || !arguments.Get(first, n, &gradients)) {
+    return kBadDtype;
+  }
+  if (reciprocal) {
+    factor = 1 / factor;
+  }
+  void **output = arguments.data + first + n;
+  auto *overflow = static_cast<bool *>(output[0]);
+  auto *flags = static_cast<bool *>(output[1]);
+  auto *norm = has_norm ? static_cast<double *>(output[2]) : nullptr;
+  void **products = has_outputs ? output + (has_norm ? 3 : 2) : nullptr;
+  lossscale::MultiplyAndCheck(factor, gradients, products, flags, norm);
+  *overflow = Any(flags, n);
+  return kDone;
+}
+
+// Per-tensor numbers come as one vector of length n, or of length 1 for all.
+float Each(const Arguments &arguments, int i, int tensor) {
+  const auto *values = static_cast<const float *>(arguments.data[i]);
+  return values[arguments.Size(i) == 1 ? 0 : tensor];
+}
+
+// Looks for overflow in n gradients times `factor`; the flags are the last two outputs.
+bool Overflows(const Arguments &arguments, double factor, const std::vector<Input> &gradients) {
+  auto *overflow = static_cast<bool *>(arguments.data[arguments.count - 2]);
+  auto *flags = static_cast<bool *>(arguments.data[arguments.count - 1]);
+  lossscale::MultiplyAndCheck(factor, gradients, nullptr, flags, nullptr);
+  *overflow = Any(flags, static_cast<int>(gradients.size()));
+  return *overflow;
+}
+
+}  // namespace
+
+#define LOSSSCALE_OP(name)                                                                                  \
+  extern "C" __attribute__((visibility("default"))) int name(int count, void **data, int *ndims,            \
+                                                             int64_t **shapes, const char **dtypes, void *, \
+                                                             void *)
+
+LOSSSCALE_OP(lossscale_unscale) { return Multiply({count, data, ndims, shapes, dtypes}, true, true, false, true); }
+LOSSSCALE_OP(lossscale_unscale_norm) { return Multiply({count, data, ndims, shapes, dtypes}, true, true, true, true); }
+LOSSSCALE_OP(lossscale_multiply) { return Multiply({count, data, ndims, shapes, dtypes}, true, false, false, true); }
+LOSSSCALE_OP(lossscale_check) { return Multiply({count, data, ndims, shapes, dtypes}, false, false, false, false); }
+LOSSSCALE_OP(lossscale_check_norm) { return Multiply({count, data, ndims, shapes, dtypes}, false, false, true, false); }
+
+// Inputs: scale, learning rates, weight decays, options (momentum, skips overflow), n gradients, n
+// weights, n moments; weights and moments are written in place. Outputs: overflow (1,), flags (n,).
+LOSSSCALE_OP(lossscale_momentum) {
+  const Arguments arguments{count, data, ndims, shapes, dtypes};
+  constexpr int kFixed = 4;
+  const int n = (count - kFixed - 2) / 3;
+  if (n < 1 || kFixed + 3 * n + 2 != count) {
+    return kBadCount;
+  }
+  const lossscale::ExactSubnormals exact;
+  double scale = 1;
+  std::vector<Input> gradients;
+  if (!arguments.GetScalar(0, &scale) || !arguments.Get(kFixed, n, &gradients)) {
+    return kBadDtype;
+  }
+  const double factor = 1 / scale;
+  const auto *options = static_cast<const float *>(data[3]);
+  if (Overflows(arguments, factor, gradients) && options[1] != 0) {
+    return kDone;
+  }
+  std::vector<lossscale::MomentumTensor> tensors;
+  for (int i = 0; i < n; ++i) {
+    tensors.push_back({gradients[static_cast<size_t>(i)], static_cast<float *>(data[kFixed + n + i]),
+                       static_cast<float *>(data[kFixed + 2 * n + i]), Each(arguments, 1, i), Each(arguments, 2, i)});
+  }
+  lossscale::ApplyMomentum(factor, options[0], tensors);
+  return kDone;
+}
+
+// Inputs: scale, learning rates, weight decays, options (beta1, beta2, epsilon, skips overflow), n gradients, n
+// weights, n first and n second moments; the latter three are written in place. Outputs: overflow (1,), flags (n,).
+LOSSSCALE_OP(lossscale_adam_weight_decay) {
+  const Arguments arguments{count, data, ndims, shapes, dtypes};
+  constexpr int kFixed = 4;
+  const int n = (count - kFixed - 2) / 4;
+  if (n < 1 || kFixed + 4 * n + 2 != count) {
+    return kBadCount;
+  }
+  const lossscale::ExactSubnormals exact;
+  double scale = 1;
+  std::vector<Input> gradients;
+  if (!arguments.GetScalar(0, &scale) || !arguments.Get(kFixed, n, &gradients)) {
+    return kBadDtype;
+  }
+  const double factor = 1 / scale;
+  const auto *options = static_cast<const float *>(data[3]);
+  if (Overflows(arguments, factor, gradients) && options[3] != 0) {
+    return kDone;
+  }
+  std::vector<lossscale::AdamTensor> tensors;
+  for (int i = 0; i < n; ++i) {
+    tensors.push_back({gradients[static_cast<size_t>(i)], static_cast<float *>(data[kFixed + n + i]),
+                       static_cast<float *>(data[kFixed + 2 * n + i]), static_cast<float *>(data[kFixed + 3 * n + i]),
+                       Each(arguments, 1, i), Each(arguments, 2, i)});
+  }
+  lossscale::ApplyAdamWeightDecay(factor, {options[0], options[1], options[2]}, tensors);
+  return kDone;
+}
