@@ -18,7 +18,6 @@ from cells.rule import next_loss_scale
 from lossscale._state import check_count, check_keys
 
 _OWNER = "GradScaler"
-_LARGEST_WITH_NORMAL_RECIPROCAL = 2.0**126
 _numbers = itertools.count(1)
 
 
@@ -44,7 +43,6 @@ class ScaleState:
         # Two Parameters of one name can't be in one graph.
         name = f"{_OWNER}_{next(_numbers)}.scale"
         self._scale = Parameter(Tensor(scale, mstype.float32), name=name, requires_grad=False)
-        self._above_usable = scale > _LARGEST_WITH_NORMAL_RECIPROCAL
 
     def is_enabled(self) -> bool:
         """Return whether this scaler does anything."""
@@ -100,11 +98,7 @@ class ScaleState:
             Tensor(SMALLEST_NORMAL_FLOAT32, mstype.float32),
             Tensor(LARGEST_FLOAT32, mstype.float32),
         )
-        self._set_scale(scale)
-
-    def _set_scale(self, scale: Tensor) -> None:
         ops.assign(self._scale, scale)
-        self._above_usable = float(scale) > _LARGEST_WITH_NORMAL_RECIPROCAL
 
     def state_dict(self) -> dict:
         """Return the state under PyTorch's keys, empty if disabled. Waits for the device.
@@ -143,7 +137,7 @@ class ScaleState:
         backoff = checked_backoff_factor(state_dict["backoff_factor"])
         interval = check_positive_int("growth_interval", state_dict["growth_interval"], _OWNER)
         tracker = check_count("_growth_tracker", state_dict["_growth_tracker"], _OWNER)
-        self._set_scale(Tensor(scale, mstype.float32))
+        ops.assign(self._scale, Tensor(scale, mstype.float32))
         self._growth_factor, self._backoff_factor = growth, backoff
         self._growth_interval, self._growth_tracker = interval, tracker
 

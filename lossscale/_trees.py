@@ -31,7 +31,7 @@ def flatten(tree: Any) -> tuple:
     if isinstance(tree, dict):
         tree = tuple(tree.values())
     if isinstance(tree, (tuple, list)):
-        tensors = ()
+        tensors: tuple = ()
         for value in tree:
             tensors = tensors + flatten(value)
         return tensors

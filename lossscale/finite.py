@@ -4,17 +4,12 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple, Optional, Union
 
 import numpy as np
-from mindspore import Parameter, Tensor, amp, context, ops
+from mindspore import Parameter, Tensor, ops
 from mindspore import dtype as mstype
 from mindspore.common.sparse_tensor import RowTensorInner
 
-from cells.unscale import has_nonfinite
+from lossscale._arithmetic import overflows
 from lossscale._trees import flatten
-
-
-@ops.constexpr
-def _on_cpu() -> bool:
-    return context.get_context("device_target") == "CPU"
 
 
 def all_finite(inputs: Any) -> Tensor:
@@ -44,9 +39,7 @@ def all_finite(inputs: Any) -> Tensor:
     tensors = flatten(inputs)
     if len(tensors) == 0:
         return Tensor(True, mstype.bool_)
-    if _on_cpu():
-        return ops.logical_not(has_nonfinite(tensors))
-    return amp.all_finite(tensors)
+    return ops.logical_not(overflows(tensors))
 
 
 class NonfiniteGradient(NamedTuple):

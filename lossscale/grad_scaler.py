@@ -7,11 +7,10 @@ from mindspore import Tensor, jit_class, ops
 from mindspore import dtype as mstype
 
 from cells.unscale import multiply
+from lossscale._arithmetic import unscale_and_check
 from lossscale._scale_state import ScaleState, checked_scale
 from lossscale._stages import OptimizerState, Stage, checked_gradients
 from lossscale._trees import map_tensors
-from lossscale._unscale import unscale_wide
-from lossscale.finite import all_finite
 
 
 @jit_class
@@ -147,8 +146,7 @@ class GradScaler(ScaleState):
         return unscaled
 
     def _unscale_and_check(self, state: OptimizerState, grads: tuple) -> tuple:
-        unscaled = unscale_wide(grads, self._scale, above_usable=self._above_usable)
-        state.overflow = ops.logical_not(all_finite(unscaled))
+        unscaled, state.overflow = unscale_and_check(grads, self._scale)
         state.stage = Stage.UNSCALED
         return unscaled
 
@@ -190,8 +188,7 @@ class GradScaler(ScaleState):
     def update(self, new_scale: Optional[Union[float, Tensor]] = None) -> None:
         """Adjust the scale, once per iteration, after all optimizers have stepped.
 
-        A host call. It waits for the device only where the scale changes, and for an optimizer that was unscaled but
-        has not stepped.
+        A host call that waits for the device only for an optimizer that was unscaled but has not stepped.
 
         Args:
             new_scale: a number or a Tensor of one value, to set the scale by hand in place of the rule.
@@ -205,7 +202,7 @@ class GradScaler(ScaleState):
             return
         states = list(self._states.values())
         if new_scale is not None:
-            self._set_scale(Tensor(checked_scale("new_scale", new_scale), mstype.float32))
+            ops.assign(self._scale, Tensor(checked_scale("new_scale", new_scale), mstype.float32))
         elif not states:
             raise RuntimeError(
                 "update() was called before any step(): there are no gradients to judge the scale by. Call "

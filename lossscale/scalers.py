@@ -9,9 +9,9 @@ from mindspore import dtype as mstype
 from cells._check import check_loss_scale
 from cells.rule import LossScaleRule, next_loss_scale
 from cells.unscale import cast_like, cast_up, multiply
+from lossscale._arithmetic import unscale_wide
 from lossscale._state import check_count, check_keys
 from lossscale._trees import map_tensors
-from lossscale._unscale import unscale_wide
 
 _numbers = itertools.count(1)
 
