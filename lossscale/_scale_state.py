@@ -89,14 +89,12 @@ class ScaleState:
             self._growth_tracker = 0
         if not overflow and not grows:
             return
-        scale = next_loss_scale(
+        scale = next_scale(
             self._scale,
             Tensor(overflow, mstype.bool_),
             Tensor(grows, mstype.bool_),
             Tensor(self._growth_factor, mstype.float64),
             Tensor(self._backoff_factor, mstype.float64),
-            Tensor(SMALLEST_NORMAL_FLOAT32, mstype.float32),
-            Tensor(LARGEST_FLOAT32, mstype.float32),
         )
         ops.assign(self._scale, scale)
 
@@ -140,6 +138,19 @@ class ScaleState:
         ops.assign(self._scale, Tensor(scale, mstype.float32))
         self._growth_factor, self._backoff_factor = growth, backoff
         self._growth_interval, self._growth_tracker = interval, tracker
+
+
+def next_scale(scale: Tensor, overflow: Tensor, grows: Tensor, growth_factor: Tensor, backoff_factor: Tensor) -> Tensor:
+    """Return the next scale by PyTorch's arithmetic: float64 factors, a float32 result, no limits but float32's.
+
+    ::
+
+        if overflow:  scale = max(scale * backoff_factor, 2**-126)
+        elif grows:   scale = scale * growth_factor, if finite
+    """
+    smallest = Tensor(SMALLEST_NORMAL_FLOAT32, mstype.float32)
+    largest = Tensor(LARGEST_FLOAT32, mstype.float32)
+    return next_loss_scale(scale, overflow, grows, growth_factor, backoff_factor, smallest, largest)
 
 
 def checked_growth_factor(value: Any) -> float:

@@ -105,13 +105,13 @@ def test_float16_parameters():
     net = nn.Dense(2, 1).to_float(ms.float16)
     net.weight.set_dtype(ms.float16)
     optimizer = nn.SGD(net.trainable_params(), learning_rate=0.5)
-    with pytest.raises(ValueError, match="'weight' is float16.*auto_mixed_precision"):
+    with pytest.raises(ValueError, match=r"'weight' is float16.*auto_mixed_precision"):
         GradScaler(8.0).unscale_(optimizer, gradients())
 
 
 def test_optimizer_that_unscales_by_itself():
     optimizer = nn.SGD(nn.Dense(2, 1).trainable_params(), learning_rate=0.5, loss_scale=8.0)
-    with pytest.raises(ValueError, match="loss_scale=8.*divided twice"):
+    with pytest.raises(ValueError, match=r"loss_scale=8.*divided twice"):
         GradScaler(8.0).step(optimizer, gradients())
 
 
