@@ -46,7 +46,9 @@ class ClipByNormBase(nn.Cell):
         """Return what scaled gradients are multiplied by, float64, and their true norm."""
         wide = divisor.astype(mstype.float64)
         norm = ops.sqrt(square_sum) / wide
-        return self.limit / (ops.maximum(norm, self.limit) * wide), norm
+        # Not by a maximum, which loses nan on CPU: an overflow that is not dropped must not look like an update.
+        shrink = ops.select(norm <= self.limit, ops.ones_like(norm), self.limit / norm)
+        return shrink / wide, norm
 
 
 class ClipByGlobalNorm(ClipByNormBase):
@@ -55,7 +57,7 @@ class ClipByGlobalNorm(ClipByNormBase):
     ::
 
         norm  = sqrt(sum of the squares of all values)
-        grads = grads * max_norm / max(norm, max_norm)
+        if norm > max_norm: grads = grads * max_norm / norm
 
     In a train step the norm is that of the true gradients: unscaled, averaged over the window and the devices.
 
@@ -114,7 +116,7 @@ class ClipByNorm(ClipByNormBase):
 
         for each grad:
             norm = sqrt(sum of the squares of its values)
-            grad = grad * max_norm / max(norm, max_norm)
+            if norm > max_norm: grad = grad * max_norm / norm
 
     Args:
         max_norm: the largest norm that is left to a gradient, a finite number > 0.
