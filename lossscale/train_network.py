@@ -87,8 +87,11 @@ def build_scaled(
         return build(manager)
     plain = build(None)
     train_cell = TrainOneStepWithLossScaleCell(plain.network, optimizer, update_cell).set_train()
-    if plain.get_inputs() is not None:
-        train_cell.set_inputs(*plain.get_inputs())
+    inputs = plain.get_inputs()
+    if isinstance(inputs, dict):  # MindSpore keeps inputs that were set by name as a dict
+        train_cell.set_inputs(**inputs)
+    elif inputs is not None:
+        train_cell.set_inputs(*inputs)
     return train_cell
 
 
