@@ -207,7 +207,7 @@ def test_a_kept_overflow_asks_for_the_optimizers_division(divisor):
 def test_an_optimizer_inside_a_wrapper_counts(on_ascend):
     net = network()
     wrapped = boost.FreezeOpt(momentum(net, loss_scale=8.0))
-    with pytest.raises(ValueError, match="loss_scale=8.*divided twice"):
+    with pytest.raises(ValueError, match=r"loss_scale=8.*divided twice"):
         built(net, wrapped, loss_scale_manager=FixedLossScaleManager(8.0))
     assert type(built(net, wrapped, loss_scale_manager=FixedLossScaleManager(8.0, False))) is nn.TrainOneStepCell
 
