@@ -28,7 +28,7 @@ def parse_arguments():
         choices=["dynamic", "fixed", "fixed-keep", "none"],
         help="how the loss is scaled; fixed-keep updates the weights on an overflow too",
     )
-    parser.add_argument("--epochs", type=int, default=10)
+    parser.add_argument("--epochs", type=int, default=15)
     parser.add_argument("--batch-size", type=int, default=32)
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--data-dir", help="a folder with the four MNIST idx files, in place of the digits")
@@ -54,10 +54,12 @@ def main():
 
     # With fixed-keep nobody but the optimizer divides the gradients by the scale.
     in_optimizer = FIXED_SCALE if args.manager == "fixed-keep" else 1.0
+    train_batches = batches(*train_data, args.batch_size)
+    test_batches = batches(*test_data, args.batch_size, shuffle=False)
+    steps = train_batches.get_dataset_size()
     network = LeNet5()
-    optimizer = nn.Momentum(
-        network.trainable_params(), learning_rate=0.02, momentum=0.9, weight_decay=1e-4, loss_scale=in_optimizer
-    )
+    learning_rate = nn.cosine_decay_lr(0.0, 0.03, args.epochs * steps, steps, args.epochs)
+    optimizer = nn.Momentum(network.trainable_params(), learning_rate, momentum=0.9, loss_scale=in_optimizer)
     model = Model(
         network,
         nn.SoftmaxCrossEntropyWithLogits(sparse=True, reduction="mean"),
@@ -68,8 +70,7 @@ def main():
     )
 
     progress = Progress(fixed_scale=in_optimizer)
-    test_batches = batches(*test_data, args.batch_size, shuffle=False)
-    model.fit(args.epochs, batches(*train_data, args.batch_size), test_batches, callbacks=[progress])
+    model.fit(args.epochs, train_batches, test_batches, callbacks=[progress])
 
     accuracy = model.eval(test_batches)["accuracy"]
     print(
