@@ -50,6 +50,13 @@ class NonfiniteGradient(NamedTuple):
         inf: how many of its values are inf or -inf.
         nan: how many are nan.
         largest_finite: the largest absolute value among the others, 0.0 if there are none.
+
+    Examples:
+        >>> from lossscale import find_nonfinite
+        >>> from mindspore import Tensor
+        >>> found = find_nonfinite((Tensor([float("nan"), -2.0]),), ("weight",))[0]
+        >>> found.name, found.inf, found.nan, found.largest_finite
+        ('weight', 0, 1, 2.0)
     """
 
     name: str

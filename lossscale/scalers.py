@@ -47,8 +47,28 @@ class LossScaler(nn.Cell):
         name: prefix of the Parameters' names, for a scaler inside a Cell built with ``auto_prefix=False``, such as
             a train cell, which leaves names alone. Default: None, a prefix that is unique in this process.
 
+    Raises:
+        TypeError: if `name` is not a str.
+
     Supported Platforms:
         ``Ascend`` ``GPU`` ``CPU``
+
+    Examples:
+        >>> from lossscale import LossScaler
+        >>> from mindspore import Parameter, Tensor, ops
+        >>> class HalvingLossScaler(LossScaler):
+        ...     state_names = ("scale_value",)
+        ...
+        ...     def __init__(self, scale_value):
+        ...         super().__init__()
+        ...         self.scale_value = Parameter(Tensor(scale_value), name="scale_value", requires_grad=False)
+        ...
+        ...     def adjust(self, grads_finite):
+        ...         ops.assign(self.scale_value, self.scale_value / 2)
+        ...         return True
+        >>> scaler = HalvingLossScaler(8.0)
+        >>> scaler.adjust(True), scaler.state_dict()
+        (True, {'scale_value': 4.0})
     """
 
     state_names: tuple = ()
