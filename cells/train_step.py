@@ -11,12 +11,10 @@ from mindspore import dtype as mstype
 from cells._backend import gradient_arithmetic
 from cells._check import scale_tensor
 from cells.unscale import (
-    PlainGradients,
+    SparseGradients,
     cast_like,
     cast_up,
-    has_nonfinite,
-    has_sparse,
-    nonfinite_flags,
+    may_have_sparse_gradients,
     unscale,
     usable_scale,
 )
@@ -121,8 +119,9 @@ class TrainOneStepWithLossScaleCell(nn.TrainOneStepWithLossScaleCell):
         # the flag need not be sent, unless a subclass brings a check of its own.
         own_check = type(self).get_overflow_status is not TrainOneStepWithLossScaleCell.get_overflow_status
         self.check_here = self.cpu_target and not own_check
-        self.gradients = gradient_arithmetic()
-        self.plain_gradients = PlainGradients()
+        # Sparse gradients are foreseen by the operators that the network's cells hold.
+        self.sparse_gradients = may_have_sparse_gradients(network)
+        self.gradients = SparseGradients() if self.sparse_gradients else gradient_arithmetic()
         self.narrow_parameters = any(p.dtype in (mstype.float16, mstype.bfloat16) for p in self.weights)
         # A list, because a Parameter set as an attribute would go into checkpoints, where it has no business.
         flags = Tensor(np.zeros(len(self.weights), np.bool_))
@@ -168,17 +167,16 @@ class TrainOneStepWithLossScaleCell(nn.TrainOneStepWithLossScaleCell):
             unscaled = cast_like(grads, unscale(cast_up(reduced), scale))
             overflow = self.get_overflow_status(Tensor([0] * 8, mstype.int32), unscaled).reshape(())
             return unscaled, overflow, ()
-        arithmetic = self.plain_gradients if has_sparse(grads) else self.gradients
-        unscaled, overflow, flags = arithmetic.unscale_and_check(reduced, scale)
+        unscaled, overflow, flags = self.gradients.unscale_and_check(reduced, scale)
         if self.narrow_parameters:  # a float32 may become inf in float16
             unscaled = cast_like(grads, unscaled)
-            overflow, flags = arithmetic.check(unscaled)
+            overflow, flags = self.gradients.check(unscaled)
         return unscaled, overflow, flags
 
     def keep_flags(self, unscaled: tuple, flags: Any) -> Tensor:
         """Keep which gradients held inf or nan, for `nonfinite_parameters`. Runs on overflow only."""
-        if not self.check_here:
-            flags = nonfinite_flags(unscaled)
+        if not self.check_here or self.sparse_gradients:
+            flags = self.gradients.nonfinite_flags(unscaled)
         return ops.assign(self._overflow_flags[0], flags)
 
     def nonfinite_parameters(self) -> list:
@@ -197,7 +195,7 @@ class TrainOneStepWithLossScaleCell(nn.TrainOneStepWithLossScaleCell):
         """
         if not self.cpu_target:
             return super().get_overflow_status(status, compute_output)
-        overflow = has_nonfinite(compute_output)
+        overflow, _ = self.gradients.check(compute_output)
         if self.is_distributed:
             overflow = self.allreduce(overflow.astype(mstype.float32)) > 0
         return overflow

@@ -13,7 +13,6 @@ _cast_up = ops.MultitypeFuncGraph("cast_up")
 _multiply = ops.MultitypeFuncGraph("multiply")
 _cast_like = ops.MultitypeFuncGraph("cast_like")
 _nonfinite = ops.MultitypeFuncGraph("nonfinite")
-_is_sparse = ops.MultitypeFuncGraph("is_sparse")
 _sum = ops.MultitypeFuncGraph("sum")
 _square_sum = ops.MultitypeFuncGraph("square_sum")
 _map = ops.HyperMap()
@@ -63,16 +62,6 @@ def _nonfinite_row_tensor(grad):
     return _nonfinite_tensor(grad.values)
 
 
-@_is_sparse.register("Tensor")
-def _is_sparse_tensor(grad):
-    return False
-
-
-@_is_sparse.register("RowTensor")
-def _is_sparse_row_tensor(grad):
-    return True
-
-
 @_sum.register("Tensor")
 def _sum_tensor(grad):
     return _cast_up_tensor(grad).sum().astype(mstype.float32)
@@ -116,17 +105,9 @@ def usable_scale(scale: Tensor) -> Tensor:
 def unscale(grads: Any, scale: Tensor) -> Any:
     """Return float32 or float64 gradients divided by the float32 scalar `scale`, as a multiply by its reciprocal.
 
-    The reciprocal is taken in float64. `scale` must be normal and at most 2**126, see `usable_scale`.
+    `scale` must be normal and at most 2**126, see `usable_scale`.
     """
-    return multiply(ops.reciprocal(scale.astype(mstype.float64)), grads)
-
-
-def has_sparse(grads: tuple) -> bool:
-    """Return whether any of the gradients is a RowTensor; known when the graph is compiled."""
-    found = False
-    for is_sparse in _map(_is_sparse, grads):
-        found = found or is_sparse
-    return found
+    return multiply(ops.reciprocal(scale), grads)
 
 
 def nonfinite_flags(grads: Any) -> Tensor:
@@ -149,9 +130,8 @@ class PlainGradients(nn.Cell):
 
     def unscale_and_check(self, grads: tuple, scale: Tensor) -> tuple:
         """Return (grads / scale, overflow, flags) for a float32 scalar `scale`."""
-        unscaled = unscale(cast_up(grads), scale)
-        overflow, flags = self.check(unscaled)
-        return unscaled, overflow, flags
+        # In float64, for float64 gradients; rounded to float32 it is the same as the float32 reciprocal.
+        return self.multiply_and_check(grads, ops.reciprocal(scale.astype(mstype.float64)))
 
     def unscale_with_norm(self, grads: tuple, scale: Tensor) -> tuple:
         """Return (grads / scale, overflow, flags, sum of squares of grads / scale)."""
@@ -178,6 +158,49 @@ class PlainGradients(nn.Cell):
         """Return (overflow, flags, sum of squares)."""
         overflow, flags = self.check(grads)
         return overflow, flags, _sum_of_squares(grads)
+
+    def nonfinite_flags(self, grads: tuple) -> Tensor:
+        """Return a bool Tensor of shape (n,): which of the n gradients hold inf or nan."""
+        return nonfinite_flags(grads)
+
+
+class SparseGradients(PlainGradients):
+    """Gradient arithmetic where some gradients are RowTensors.
+
+    MindSpore learns the type of a sparse gradient late; until then whatever is computed from it has no type
+    either, and Stack, AddN and the assignments of the update cell refuse it. An `if` gives a flag its type.
+    """
+
+    def check(self, grads: tuple) -> tuple:
+        """Return (overflow, no flags)."""
+        count = Tensor(0.0, mstype.float32)
+        for flag in _map(_nonfinite, grads):
+            count = count + flag.astype(mstype.float32)
+        return _typed(count > 0), ()
+
+    def nonfinite_flags(self, grads: tuple) -> Tensor:
+        """Return a bool Tensor of shape (n,): which of the n gradients hold inf or nan."""
+        flags: tuple = ()
+        for flag in _map(_nonfinite, grads):
+            flags += (_typed(flag),)
+        return ops.stack(flags)
+
+
+def may_have_sparse_gradients(network: nn.Cell) -> bool:
+    """Return whether a cell of `network` holds an operator whose gradient is a RowTensor."""
+    return any(
+        primitive.name in ("EmbeddingLookup", "SparseGatherV2")
+        for _, cell in network.cells_and_names()
+        for primitive in cell._primitives.values()
+    )
+
+
+def _typed(flag: Tensor) -> Tensor:
+    """Return a flag whose type MindSpore does not know yet as a bool scalar."""
+    typed = Tensor(False, mstype.bool_)
+    if flag:
+        typed = Tensor(True, mstype.bool_)
+    return typed
 
 
 def _sum_of_squares(grads: Any) -> Tensor:

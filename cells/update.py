@@ -1,13 +1,13 @@
 """How is the scale updated? Graph cells that a train step calls with the scale and the overflow flag."""
 
 import itertools
+from typing import Optional
 
-import numpy as np
 from mindspore import Parameter, Tensor, nn, ops
 from mindspore import dtype as mstype
 
-from cells._check import check_loss_scale, check_number_at_least, check_positive_int
-from cells.rule import next_loss_scale
+from cells._check import check_loss_scale
+from cells.rule import LossScaleRule, next_loss_scale
 
 _bindings = itertools.count(1)
 
@@ -112,9 +112,16 @@ class DynamicLossScaleUpdateCell(LossScaleUpdateCell):
     ============================ ======= ====================================================
 
     Args:
-        loss_scale_value: initial loss scale, a finite number > 0.
+        loss_scale_value: initial loss scale, a finite number > 0; outside the limits it is moved to the nearest
+            one, with a warning.
         scale_factor: what the scale is multiplied and divided by, a finite number >= 1.
         scale_window: clean steps after which the scale grows, an int > 0.
+        min_loss_scale: where backing off stops; below 1 is allowed. Default: 1.0.
+        max_loss_scale: where growing stops. Default: None, float32's largest number.
+        backoff_factor: what the scale is multiplied by on overflow, 0 < backoff_factor <= 1. Default: None,
+            1 / `scale_factor`.
+        hysteresis: the overflow in a row that backs off first; each further one backs off at once, and a clean
+            step refills it. Default: 1, every overflow backs off.
 
     Inputs:
         - **loss_scale** (Parameter) - float32 scalar, assigned in place.
@@ -124,7 +131,7 @@ class DynamicLossScaleUpdateCell(LossScaleUpdateCell):
         The input `overflow`.
 
     Raises:
-        TypeError: if a factor is not a number or the window not an int.
+        TypeError: if a factor is not a number, or the window or hysteresis not an int.
         ValueError: if a value is not finite or out of range.
 
     Supported Platforms:
@@ -144,37 +151,53 @@ class DynamicLossScaleUpdateCell(LossScaleUpdateCell):
         1024.0
     """
 
-    def __init__(self, loss_scale_value: float, scale_factor: float, scale_window: int):
+    def __init__(
+        self,
+        loss_scale_value: float,
+        scale_factor: float,
+        scale_window: int,
+        *,
+        min_loss_scale: float = 1.0,
+        max_loss_scale: Optional[float] = None,
+        backoff_factor: Optional[float] = None,
+        hysteresis: int = 1,
+    ):
         owner = type(self).__name__
-        factor = check_number_at_least(
-            "scale_factor",
-            scale_factor,
-            1,
-            owner,
-            hint=" The scale is divided by it on an overflow, so a factor below 1 would enlarge it; use 2.",
+        rule = LossScaleRule.checked(
+            owner, scale_factor, scale_window, min_loss_scale, max_loss_scale, backoff_factor, hysteresis
         )
-        window = check_positive_int("scale_window", scale_window, owner)
-        super().__init__(loss_scale_value)
-        self.scale_factor = Tensor(factor, mstype.float32)
-        self.backoff_factor = Tensor(np.float32(1) / np.float32(factor), mstype.float32)
-        self.scale_window = Tensor(window, mstype.int32)
-        self.minimum_loss_scale = Tensor(1.0, mstype.float32)
+        start = check_loss_scale("loss_scale_value", loss_scale_value, owner)
+        super().__init__(rule.clamp("loss_scale_value", start, owner))
+        self.scale_factor = Tensor(rule.scale_factor, mstype.float32)
+        self.backoff_factor = Tensor(rule.backoff_factor, mstype.float32)
+        self.scale_window = Tensor(rule.scale_window, mstype.int32)
+        self.minimum_loss_scale = Tensor(rule.min_loss_scale, mstype.float32)
+        self.maximum_loss_scale = Tensor(rule.max_loss_scale, mstype.float32)
+        self.zero = Tensor(0, mstype.int32)
+        self.hysteresis = rule.hysteresis
         self.cur_iter = _counter("current_iterator_step", 1)
         self.last_overflow_iter = _counter("last_overflow_iterator_step", 0)
         self.consecutive_overflows = _counter("consecutive_overflows", 0)
         self.total_overflows = _counter("total_overflows", 0)
 
     def construct(self, loss_scale: Parameter, overflow: Tensor) -> Tensor:
-        flag = overflow if isinstance(overflow, Tensor) else Tensor(overflow, mstype.bool_)
+        flag = Tensor(overflow, mstype.bool_) if isinstance(overflow, bool) else overflow
         step = self.cur_iter
         window_is_full = self.scale_window <= step - self.last_overflow_iter
+        in_a_row = ops.select(flag, self.consecutive_overflows + 1, self.zero)
+        backs_off = flag if self.hysteresis == 1 else in_a_row >= self.hysteresis
         new_scale = next_loss_scale(
-            loss_scale, flag, window_is_full, self.scale_factor, self.backoff_factor, self.minimum_loss_scale
+            loss_scale,
+            backs_off,
+            ops.logical_and(window_is_full, ops.logical_not(flag)),
+            self.scale_factor,
+            self.backoff_factor,
+            self.minimum_loss_scale,
+            self.maximum_loss_scale,
         )
         last = ops.select(ops.logical_or(flag, window_is_full), step, self.last_overflow_iter)
-        overflowed = flag.astype(mstype.int32)
-        ops.assign(self.consecutive_overflows, (self.consecutive_overflows + 1) * overflowed)
-        ops.assign(self.total_overflows, self.total_overflows + overflowed)
+        ops.assign(self.consecutive_overflows, in_a_row)
+        ops.assign(self.total_overflows, ops.select(flag, self.total_overflows + 1, self.total_overflows))
         ops.assign(self.last_overflow_iter, last)
         ops.assign(self.cur_iter, step + 1)
         ops.assign(loss_scale, new_scale)

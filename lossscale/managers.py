@@ -1,13 +1,14 @@
 """Managers: what a script hands to `Model` or `build_train_network` to choose how the loss is scaled."""
 
 import warnings
-from typing import Optional
+from typing import Any, Optional
 
 from mindspore import nn
 from mindspore.train.loss_scale_manager import LossScaleManager as _MindSporeLossScaleManager
 
 from cells import DynamicLossScaleUpdateCell, FixedLossScaleUpdateCell
-from cells._check import check_bool, check_number_at_least, check_positive_int, check_positive_number
+from cells._check import check_bool, check_loss_scale, check_number_at_least
+from cells.rule import LossScaleRule
 
 _USUAL_LARGEST_FACTOR = 256
 
@@ -84,14 +85,18 @@ class DynamicLossScaleManager(LossScaleManager):
     host, for loops that call `update_loss_scale` themselves::
 
         if overflow:                            scale = max(scale / scale_factor, 1); last = cur
-        elif (cur - last) % scale_window == 0:  scale = scale * scale_factor
+        elif (cur - last) % scale_window == 0:  scale = min(scale * scale_factor, float32's largest)
         cur += 1
 
     Args:
         init_loss_scale: the first scale, a finite number >= 1. Default: 2**24.
-        scale_factor: what the scale is multiplied and divided by, a finite number > 0; the update cell asks for
-            >= 1. Default: 2.
+        scale_factor: what the scale is multiplied and divided by, a finite number >= 1. Default: 2.
         scale_window: steps without overflow after which the scale rises, an int > 0. Default: 2000.
+        min_loss_scale: where falling stops; below 1 is allowed. Default: 1.0.
+        max_loss_scale: where rising stops. Default: None, float32's largest number.
+        backoff_factor: what the scale is multiplied by on overflow. Default: None, 1 / `scale_factor`.
+        hysteresis: the overflow in a row that makes the scale fall first; each further one does so at once, and a
+            step without overflow refills it. Default: 1.
 
     Raises:
         TypeError: if a number is not a number, or the window not an int.
@@ -111,11 +116,27 @@ class DynamicLossScaleManager(LossScaleManager):
         16777216.0
     """
 
-    def __init__(self, init_loss_scale: float = 2**24, scale_factor: float = 2, scale_window: int = 2000):
+    def __init__(
+        self,
+        init_loss_scale: float = 2**24,
+        scale_factor: float = 2,
+        scale_window: int = 2000,
+        *,
+        min_loss_scale: float = 1.0,
+        max_loss_scale: Optional[float] = None,
+        backoff_factor: Optional[float] = None,
+        hysteresis: int = 1,
+    ):
         owner = type(self).__name__
         check_number_at_least("init_loss_scale", init_loss_scale, 1, owner)
-        check_positive_int("scale_window", scale_window, owner)
-        check_positive_number("scale_factor", scale_factor, owner)
+        check_loss_scale("init_loss_scale", init_loss_scale, owner)
+        self._limits: dict[str, Any] = {
+            "min_loss_scale": min_loss_scale,
+            "max_loss_scale": max_loss_scale,
+            "backoff_factor": backoff_factor,
+            "hysteresis": hysteresis,
+        }
+        self._rule = LossScaleRule.checked(owner, scale_factor, scale_window, **self._limits)
         if scale_factor > _USUAL_LARGEST_FACTOR:
             warnings.warn(
                 f"{owner} understood init_loss_scale={init_loss_scale}, scale_factor={scale_factor}, "
@@ -125,12 +146,12 @@ class DynamicLossScaleManager(LossScaleManager):
                 UserWarning,
                 stacklevel=2,
             )
-        self._host_loss_scale = init_loss_scale
+        self._host_loss_scale = self._rule.clamp("init_loss_scale", init_loss_scale, owner)
         self._update_cells: list[DynamicLossScaleUpdateCell] = []
         self.scale_window = scale_window
         self.scale_factor = scale_factor
         self.increase_ratio = scale_factor
-        self.decrease_ratio = 1 / scale_factor
+        self.decrease_ratio = 1 / scale_factor if backoff_factor is None else backoff_factor
         self.cur_iter = 1
         self.last_overflow_iter = 0
         self.bad_step_max = 1000
@@ -175,10 +196,11 @@ class DynamicLossScaleManager(LossScaleManager):
 
     def _update_host_scale(self, overflow: bool) -> None:
         if overflow:
-            self._host_loss_scale = max(self._host_loss_scale * self.decrease_ratio, 1)
+            if self.bad_step + 1 >= self._rule.hysteresis:
+                self._host_loss_scale = max(self._host_loss_scale * self.decrease_ratio, self._rule.min_loss_scale)
             self.last_overflow_iter = self.cur_iter
         elif (self.cur_iter - self.last_overflow_iter) % self.scale_window == 0:
-            self._host_loss_scale *= self.increase_ratio
+            self._host_loss_scale = min(self._host_loss_scale * self.increase_ratio, self._rule.max_loss_scale)
 
     def get_drop_overflow_update(self) -> bool:
         """Return True: a step whose gradients overflowed is always skipped."""
@@ -186,7 +208,7 @@ class DynamicLossScaleManager(LossScaleManager):
 
     def get_update_cell(self) -> DynamicLossScaleUpdateCell:
         """Return a new `DynamicLossScaleUpdateCell` that starts at the current loss scale."""
-        cell = DynamicLossScaleUpdateCell(self.get_loss_scale(), self.scale_factor, self.scale_window)
+        cell = DynamicLossScaleUpdateCell(self.get_loss_scale(), self.scale_factor, self.scale_window, **self._limits)
         self._update_cells.append(cell)
         return cell
 
