@@ -1,5 +1,9 @@
 """The native kernel against numpy, called directly; through MindSpore in test_backend.py."""
 
+import shutil
+import subprocess
+from pathlib import Path
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -8,6 +12,8 @@ from hypothesis import strategies as st
 from cells.native import library_path
 from tests.kernel_calls import NONFINITE, bits, call, multiply, of_bits
 
+ROOT = Path(__file__).parents[2]
+COMPILER = shutil.which("g++") or shutil.which("c++")
 pytestmark = pytest.mark.skipif(library_path() is None, reason="the native kernel is not built")
 
 DTYPES = [np.float16, np.float32, np.float64]
@@ -147,3 +153,17 @@ def test_bad_calls_are_refused():
     grad, overflow, flags = np.ones(3, np.int32), np.zeros(1, bool), np.zeros(1, bool)
     assert call("check", [grad, overflow, flags]) != 0
     assert call("check", [overflow, flags]) != 0
+
+
+@pytest.mark.processes
+@pytest.mark.skipif(COMPILER is None, reason="needs a C++ compiler")
+@pytest.mark.parametrize("sanitizers", ["address,undefined", "thread"])
+@pytest.mark.parametrize("build", [[], ["-DLOSSSCALE_PORTABLE"]], ids=["dispatched", "portable"])
+def test_the_sanitizers_find_nothing(tmp_path, sanitizers, build):
+    sources = [ROOT / "tests/cells/native/kernels_test.cc", *sorted((ROOT / "cells/native").glob("*.cc"))]
+    options = ["-std=c++17", "-O1", "-g", "-Wall", "-Wextra", "-Werror", "-ffp-contract=off", "-pthread", *build]
+    program = tmp_path / "kernels_test"
+    sanitize = [f"-fsanitize={sanitizers}", "-fno-sanitize-recover=all"]
+    subprocess.run([COMPILER, *options, *sanitize, "-o", program, *sources], check=True)
+    result = subprocess.run([program], capture_output=True, text=True)
+    assert result.returncode == 0, result.stderr
