@@ -2,6 +2,7 @@
 
 from cells._backend import backend
 from cells.custom_train_step import CustomTrainOneStepCell
+from cells.fused import FusedAdamWeightDecay, FusedMomentum
 from cells.train_step import TrainOneStepWithLossScaleCell
 from cells.update import DynamicLossScaleUpdateCell, FixedLossScaleUpdateCell, LossScaleUpdateCell
 
@@ -9,6 +10,8 @@ __all__ = [
     "CustomTrainOneStepCell",
     "DynamicLossScaleUpdateCell",
     "FixedLossScaleUpdateCell",
+    "FusedAdamWeightDecay",
+    "FusedMomentum",
     "LossScaleUpdateCell",
     "TrainOneStepWithLossScaleCell",
     "backend",

@@ -123,6 +123,14 @@ class TrainOneStepWithLossScaleCell(nn.TrainOneStepWithLossScaleCell):
         self.sparse_gradients = may_have_sparse_gradients(network)
         self.gradients = SparseGradients() if self.sparse_gradients else gradient_arithmetic()
         self.narrow_parameters = any(p.dtype in (mstype.float16, mstype.bfloat16) for p in self.weights)
+        # A fused optimizer decides by itself whether to skip: only where nobody else has a say in that.
+        stages = ("unscale_and_check", "process_loss_scale")
+        own_stages = any(
+            getattr(type(self), name) is not getattr(TrainOneStepWithLossScaleCell, name) for name in stages
+        )
+        own_update = isinstance(scale_sense, nn.Cell) and not isinstance(scale_sense, LossScaleUpdateCell)
+        generic = own_stages or own_update or self.sparse_gradients or not self.check_here
+        self.fused_optimizer = not generic and getattr(optimizer, "takes_scaled_gradients", False)
         # A list, because a Parameter set as an attribute would go into checkpoints, where it has no business.
         flags = Tensor(np.zeros(len(self.weights), np.bool_))
         self._overflow_flags = [Parameter(flags, name="overflow_flags", requires_grad=False)]
@@ -136,6 +144,12 @@ class TrainOneStepWithLossScaleCell(nn.TrainOneStepWithLossScaleCell):
         loss = self.network(*inputs)
         used = usable_scale(scale.reshape(()))
         grads = self.scaled_gradients(inputs, loss, used)
+        if self.fused_optimizer:
+            overflow = self.apply_fused(grads, used)
+            if not scale_is_input:
+                overflow = self.process_loss_scale(overflow)
+                scale = self.scale_sense * 1.0
+            return ops.depend(loss, overflow), overflow, scale
         unscaled, overflow, flags = self.unscale_and_check(grads, used)
         skip = overflow
         if not scale_is_input:
@@ -161,8 +175,7 @@ class TrainOneStepWithLossScaleCell(nn.TrainOneStepWithLossScaleCell):
             (on Ascend and GPU, whatever MindSpore's check says); and for each gradient whether it holds any (empty
             where another check than this library's was made).
         """
-        reduced = cast_up(grads) if self.reducer_flag else grads
-        reduced = self.grad_reducer(reduced)
+        reduced = self.reduced(grads)
         if not self.check_here:
             unscaled = cast_like(grads, unscale(cast_up(reduced), scale))
             overflow = self.get_overflow_status(Tensor([0] * 8, mstype.int32), unscaled).reshape(())
@@ -172,6 +185,16 @@ class TrainOneStepWithLossScaleCell(nn.TrainOneStepWithLossScaleCell):
             unscaled = cast_like(grads, unscaled)
             overflow, flags = self.gradients.check(unscaled)
         return unscaled, overflow, flags
+
+    def apply_fused(self, grads: tuple, scale: Tensor) -> Tensor:
+        """Let the optimizer unscale, check and, without overflow, update; return the overflow. See `cells.fused`."""
+        overflow, flags = self.optimizer.apply_scaled_gradients(self.reduced(grads), scale)
+        kept = self._overflow_flags[0]
+        return ops.depend(overflow, ops.assign(kept, ops.select(overflow, flags, kept)))
+
+    def reduced(self, grads: tuple) -> tuple:
+        """Return the gradients reduced over the devices, where there are several in at least float32."""
+        return self.grad_reducer(cast_up(grads) if self.reducer_flag else grads)
 
     def keep_flags(self, unscaled: tuple, flags: Any) -> Tensor:
         """Keep which gradients held inf or nan, for `nonfinite_parameters`. Runs on overflow only."""
