@@ -145,7 +145,6 @@ LOSSSCALE_OP(lossscale_momentum) {
   if (n < 1 || kFixed + 3 * n + 2 != count) {
     return kBadCount;
   }
-  const lossscale::ExactSubnormals exact;
   double scale = 1;
   std::vector<Input> gradients;
   if (!arguments.GetScalar(0, &scale) || !arguments.Get(kFixed, n, &gradients)) {
@@ -174,7 +173,6 @@ LOSSSCALE_OP(lossscale_adam_weight_decay) {
   if (n < 1 || kFixed + 4 * n + 2 != count) {
     return kBadCount;
   }
-  const lossscale::ExactSubnormals exact;
   double scale = 1;
   std::vector<Input> gradients;
   if (!arguments.GetScalar(0, &scale) || !arguments.Get(kFixed, n, &gradients)) {
