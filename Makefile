@@ -45,5 +45,5 @@ bench: install  ## measure the cost of loss scaling
 	@echo "No benchmark yet."
 
 clean:  ## remove what was built, but not .venv
-	rm -rf build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis .coverage out rank_0 kernel_meta
+	rm -rf build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis .coverage out rank_0 rewritten_network kernel_meta
 	find . -name __pycache__ -not -path './.venv*' -prune -exec rm -rf {} +

@@ -1,7 +1,5 @@
-"""What is one training step? Loss x scale -> backward -> reduce -> unscale and check -> update the scale -> step."""
+"""What is one training step? The order of operations, each stage a method or a cell that can be replaced alone."""
 
-import inspect
-import warnings
 from typing import Any, Optional, Union
 
 import numpy as np
@@ -9,16 +7,15 @@ from mindspore import Parameter, Tensor, context, nn, ops
 from mindspore import dtype as mstype
 
 from cells._backend import gradient_arithmetic
-from cells._check import scale_tensor
-from cells.unscale import (
-    SparseGradients,
-    cast_like,
-    cast_up,
-    may_have_sparse_gradients,
-    unscale,
-    usable_scale,
-)
+from cells._check import check_bool, check_positive_int, scale_tensor
+from cells.accumulate import GradientAccumulator
+from cells.backward import extras_of, fixed_input_count, gradient_seed, loss_of, scale_of_call
+from cells.clip import ClipByGlobalNorm, ClipByNormBase
+from cells.ema import EMA
+from cells.unscale import SparseGradients, cast_like, cast_up, may_have_sparse_gradients, unscale, usable_scale
 from cells.update import LossScaleUpdateCell
+
+OUTPUTS = ("loss", "overflow", "loss_scale", "grad_norm", "learning_rate", "updated")
 
 
 class TrainOneStepWithLossScaleCell(nn.TrainOneStepWithLossScaleCell):
@@ -26,13 +23,17 @@ class TrainOneStepWithLossScaleCell(nn.TrainOneStepWithLossScaleCell):
 
     ::
 
-        loss      = network(*inputs)
-        grads     = gradients of scale * loss, cast to float32 if they are narrower
-        grads     = mean over the devices                            (data parallel only)
-        grads     = grads / scale, in the dtype of the parameters
-        overflow  = any value of grads is inf or nan
-        scale     = update cell(scale, overflow)
-        if not overflow: optimizer(grads)
+        loss        = network(*inputs)
+        grads       = gradients of scale * loss
+        totals     += grads, in at least float32         \\  accumulate_steps > 1 only;
+        if not the window's last micro-step: return      /   what follows is once a window
+        grads       = mean over the devices               (data parallel only)
+        grads       = grads / (scale * accumulate_steps), in at least float32
+        overflow    = any value of grads is inf or nan
+        scale       = update cell(scale, overflow)
+        grads       = clip_grad(grads)
+        if not (overflow and drop_overflow_update) and not a spike: optimizer(grads); ema()
+        totals      = 0
         return loss, overflow, scale
 
     A subclass of MindSpore's cell of the same name: `isinstance`, its attributes and its methods
@@ -51,22 +52,36 @@ class TrainOneStepWithLossScaleCell(nn.TrainOneStepWithLossScaleCell):
             a Tensor of shape () or (1,) that `set_sense_scale` can change. It is kept as the float32 Parameter
             `scale_sense`, the one source of truth. None: the last input of each call is its scale.
 
+        accumulate_steps: micro-steps whose gradients are averaged into one update. The scale is constant inside
+            such a window; an overflow anywhere in it drops it whole; schedules and `global_step` count updates.
+            Default: 1.
+        clip_grad: a cell that maps the tuple of true gradients to clipped ones: `ClipByGlobalNorm`,
+            `ClipByNorm`, `ClipByValue` or one's own. It runs after the check. Default: None.
+        ema: an `EMA` cell, called after each update. Default: None.
+        drop_overflow_update: whether a step that overflowed is skipped. Default: True.
+        outputs: what a step returns, names from "loss", "overflow", "loss_scale", "grad_norm" (of the true
+            gradients, before clipping), "learning_rate" and "updated", in the order given; one name (a str)
+            gives the bare value. Default: ("loss", "overflow", "loss_scale").
+
     Inputs:
         - **\\*inputs** (Tensor) - the inputs of the network. Without `scale_sense` one more follows, the scale
           of this call, shape () or (1,). With an update cell the same extra input is accepted where the network
           takes a fixed number of inputs; it replaces the scale for that call only.
 
     Outputs:
-        Tuple of three Tensors:
+        Tuple of the values named by `outputs`, then whatever the network returns beside the loss:
 
         - **loss** - the unscaled loss, shape ().
-        - **overflow** - bool, shape ().
+        - **overflow** - bool, shape (). On a micro-step that ends no window: False.
         - **loss_scale** - float32, the scale after this step's update, a value of its own.
+        - **grad_norm** - float32, shape (). On a micro-step that ends no window: 0.
+        - **learning_rate** - what the optimizer's `get_lr` gives for this update.
+        - **updated** - bool, shape (): whether the optimizer ran.
 
     Raises:
         TypeError: if `scale_sense` is neither a Cell nor a Tensor of real numbers.
-        ValueError: if the Tensor's shape is neither () nor (1,), its value is not finite and > 0, or the update
-            cell already belongs to another train cell.
+        ValueError: if the Tensor's shape is neither () nor (1,), its value is not finite and > 0, the update cell
+            already belongs to another train cell, an option is out of range, or options exclude each other.
 
     Supported Platforms:
         ``Ascend`` ``GPU`` ``CPU``
@@ -90,21 +105,20 @@ class TrainOneStepWithLossScaleCell(nn.TrainOneStepWithLossScaleCell):
         network: nn.Cell,
         optimizer: nn.Cell,
         scale_sense: Optional[Union[Tensor, nn.Cell]] = None,
+        *,
+        accumulate_steps: int = 1,
+        clip_grad: Optional[nn.Cell] = None,
+        ema: Optional[EMA] = None,
+        drop_overflow_update: bool = True,
+        outputs: Union[str, tuple] = OUTPUTS[:3],
     ):
         owner = type(self).__name__
         self_scaled = scale_sense is None
-        if self_scaled:
-            scale_sense = Tensor(1.0, mstype.float32)
-        if isinstance(scale_sense, LossScaleUpdateCell):
-            scale_sense.check_unbound()
-        elif isinstance(scale_sense, Tensor):
-            scale_sense = scale_tensor("scale_sense", scale_sense, owner)
-        elif not isinstance(scale_sense, nn.Cell):
-            raise TypeError(
-                f"For '{owner}', 'scale_sense' must be an update cell, a Tensor of shape () or (1,), or None, but "
-                f"got {scale_sense!r} of type {type(scale_sense).__name__}. For a fixed scale write "
-                "Tensor(1024.0) or FixedLossScaleUpdateCell(1024)."
-            )
+        scale_sense = _checked_scale_sense(scale_sense, owner)
+        names = _checked_outputs(outputs, optimizer, owner)
+        accumulate_steps = check_positive_int("accumulate_steps", accumulate_steps, owner)
+        sparse = may_have_sparse_gradients(network)
+        _check_options(owner, accumulate_steps, clip_grad, ema, names, sparse, self_scaled)
         super().__init__(network, optimizer, scale_sense)
         self.scale_sense.requires_grad = False
         if isinstance(scale_sense, LossScaleUpdateCell):
@@ -114,87 +128,208 @@ class TrainOneStepWithLossScaleCell(nn.TrainOneStepWithLossScaleCell):
         # The number of inputs that means "the last one is a scale"; -1 where none does.
         self.inputs_with_scale = -1
         if self.loss_scaling_manager is not None:
-            self.inputs_with_scale = _fixed_input_count(network) + 1
+            self.inputs_with_scale = fixed_input_count(network) + 1
         # The gradients have been reduced when they are checked, so inf and nan are on every device already and
         # the flag need not be sent, unless a subclass brings a check of its own.
         own_check = type(self).get_overflow_status is not TrainOneStepWithLossScaleCell.get_overflow_status
         self.check_here = self.cpu_target and not own_check
-        # Sparse gradients are foreseen by the operators that the network's cells hold.
-        self.sparse_gradients = may_have_sparse_gradients(network)
-        self.gradients = SparseGradients() if self.sparse_gradients else gradient_arithmetic()
+        self.sparse_gradients = sparse
+        self.gradients = SparseGradients() if sparse else gradient_arithmetic()
         self.narrow_parameters = any(p.dtype in (mstype.float16, mstype.bfloat16) for p in self.weights)
-        # A fused optimizer decides by itself whether to skip: only where nobody else has a say in that.
-        stages = ("unscale_and_check", "process_loss_scale")
-        own_stages = any(
-            getattr(type(self), name) is not getattr(TrainOneStepWithLossScaleCell, name) for name in stages
-        )
-        own_update = isinstance(scale_sense, nn.Cell) and not isinstance(scale_sense, LossScaleUpdateCell)
-        generic = own_stages or own_update or self.sparse_gradients or not self.check_here
-        self.fused_optimizer = not generic and getattr(optimizer, "takes_scaled_gradients", False)
         # A list, because a Parameter set as an attribute would go into checkpoints, where it has no business.
         flags = Tensor(np.zeros(len(self.weights), np.bool_))
         self._overflow_flags = [Parameter(flags, name="overflow_flags", requires_grad=False)]
+
+        self.outputs = names
+        self.places = tuple(OUTPUTS.index(name) for name in names)
+        self.bare_output = isinstance(outputs, str)
+        self.drop_overflow_update = check_bool("drop_overflow_update", drop_overflow_update, owner)
+        self.accumulate_steps = accumulate_steps
+        self.accumulator: Any = GradientAccumulator(self.weights, accumulate_steps) if accumulate_steps > 1 else None
+        self.clip_grad: Any = clip_grad
+        self.skip_above = clip_grad.skip_above if isinstance(clip_grad, ClipByGlobalNorm) else None
+        self.plain_skip = self.drop_overflow_update and self.skip_above is None
+        self.folds_clip = isinstance(clip_grad, ClipByNormBase) and self.check_here and not self.narrow_parameters
+        self.reports_norm = "grad_norm" in names or self.skip_above is not None
+        self.reports_rate = "learning_rate" in names
+        self.ema = ema
+        # A fused optimizer unscales, checks, skips and steps by itself: only where nothing comes between.
+        between = (accumulate_steps > 1, clip_grad, ema, self.reports_norm, not self.plain_skip, sparse)
+        self.fused_optimizer = (
+            getattr(optimizer, "takes_scaled_gradients", False)
+            and self.check_here
+            and not any(between)
+            and isinstance(scale_sense, (Tensor, LossScaleUpdateCell))
+            and not self._overrides_a_fused_stage()
+        )
+        if ema is not None and not ema.is_bound:
+            ema.bind(self.weights)
 
     def construct(self, *inputs):
         scale_is_input = self.scale_every_call or len(inputs) == self.inputs_with_scale
         scale = self.scale_sense * 1.0  # a copy: the Parameter changes below
         if scale_is_input:
-            scale = _scale_of_call(inputs[-1])
+            scale = scale_of_call(inputs[-1])
             inputs = inputs[:-1]
-        loss = self.network(*inputs)
-        used = usable_scale(scale.reshape(()))
-        grads = self.scaled_gradients(inputs, loss, used)
+        output = self.network(*inputs)
+        used = usable_scale(scale.reshape(()), self.accumulate_steps)
+        grads = self.scaled_gradients(inputs, output, used)
+        if self.accumulate_steps == 1:
+            report = self.update(grads, grads, used, scale, scale_is_input)
+        else:
+            if scale_is_input:
+                raise ValueError("The scale is constant inside a window: a call can't bring one with accumulate_steps.")
+            totals, ends_window = self.accumulator(grads)
+            report = self.unchanged(scale)
+            if ends_window:
+                report = self.update_and_clear(grads, totals, used, scale)
+        return self.select_outputs(output, report)
+
+    def scaled_gradients(self, inputs: tuple, output: Any, scale: Tensor) -> tuple:
+        """Return the gradients of scale * loss for the weights, in the dtypes that the backward pass gives."""
+        return self.grad(self.network, self.weights)(*inputs, gradient_seed(output, scale))
+
+    def update(self, grads: tuple, totals: tuple, used: Tensor, scale: Tensor, keeps_scale: bool) -> tuple:
+        """From scaled gradients to moved weights: reduce, unscale, check, update the scale, clip, step, average.
+
+        Args:
+            grads: the last gradients, whose dtypes are the parameters'.
+            totals: the scaled gradients, or their sums over the window.
+            used: float32 scalar, the scale that they carry.
+            scale: the scale to report if this step leaves it.
+            keeps_scale: whether the scale came with the call, and no update cell is asked.
+
+        Returns:
+            Tuple (overflow, loss_scale, grad_norm, learning_rate, updated).
+        """
         if self.fused_optimizer:
-            overflow = self.apply_fused(grads, used)
-            if not scale_is_input:
-                overflow = self.process_loss_scale(overflow)
-                scale = self.scale_sense * 1.0
-            return ops.depend(loss, overflow), overflow, scale
-        unscaled, overflow, flags = self.unscale_and_check(grads, used)
+            return self.update_fused(totals, used, scale, keeps_scale)
+        true_grads, overflow, flags, norm = self.unscale_clip_and_check(grads, totals, used)
         skip = overflow
-        if not scale_is_input:
+        if not keeps_scale:
             skip = self.process_loss_scale(overflow)
             scale = self.scale_sense * 1.0
-        if not skip:
-            loss = ops.depend(loss, self.optimizer(unscaled))
+        rate = self.learning_rate()
+        if self.plain_skip:
+            updated = self.step_or_keep_flags(skip, true_grads, flags)
         else:
-            loss = ops.depend(loss, self.keep_flags(unscaled, flags))
-        return loss, overflow, scale
+            updated = self.step_unless(self.skips(skip, norm), true_grads)
+            if overflow:
+                updated = ops.depend(updated, self.keep_flags(true_grads, flags))
+        return overflow, scale, norm.astype(mstype.float32), rate, updated
 
-    def scaled_gradients(self, inputs: tuple, loss: Tensor, scale: Tensor) -> tuple:
-        """Return the gradients of scale * loss for the weights, in the dtypes that the backward pass gives."""
-        _warn_of_low_precision(loss.dtype)
-        seed = ops.ones_like(loss) * scale.astype(loss.dtype)
-        return self.grad(self.network, self.weights)(*inputs, seed)
+    def update_fused(self, grads: tuple, used: Tensor, scale: Tensor, keeps_scale: bool) -> tuple:
+        """Do what `update` does by an optimizer that takes scaled gradients, see `cells.fused`."""
+        rate = self.learning_rate()
+        overflow, flags = self.optimizer.apply_scaled_gradients(self.reduce(grads), used)
+        kept = self._overflow_flags[0]
+        overflow = ops.depend(overflow, ops.assign(kept, ops.select(overflow, flags, kept)))
+        if not keeps_scale:
+            overflow = ops.depend(overflow, self.process_loss_scale(overflow))
+            scale = self.scale_sense * 1.0
+        return overflow, scale, Tensor(0.0, mstype.float32), rate, ops.logical_not(overflow)
 
-    def unscale_and_check(self, grads: tuple, scale: Tensor) -> tuple:
-        """Reduce the gradients across devices, unscale them into the parameters' dtypes and look for overflow.
+    def _overrides_a_fused_stage(self) -> bool:
+        """Return whether a subclass has a say in what a fused optimizer would do by itself."""
+        return any(getattr(type(self), stage) is not getattr(TrainOneStepWithLossScaleCell, stage) for stage in _FUSED)
+
+    def skips(self, overflow: Tensor, norm: Tensor) -> Tensor:
+        """Return whether this step leaves the weights: on overflow if that is dropped, and on a spike of the norm."""
+        skip = Tensor(False, mstype.bool_)
+        if self.drop_overflow_update:
+            skip = overflow
+        if self.skip_above is not None:
+            skip = ops.logical_or(skip, norm > self.skip_above)
+        return skip
+
+    def step_or_keep_flags(self, overflow: Tensor, grads: tuple, flags: Any) -> Tensor:
+        """Step if there was no overflow, else keep which gradients had it. Return whether it stepped."""
+        if overflow:
+            updated = ops.depend(Tensor(False, mstype.bool_), self.keep_flags(grads, flags))
+        else:
+            updated = self.step(grads)
+        return updated
+
+    def step_unless(self, skip: Tensor, grads: tuple) -> Tensor:
+        """Step unless `skip`. Return whether it stepped."""
+        updated = Tensor(False, mstype.bool_)
+        if not skip:
+            updated = self.step(grads)
+        return updated
+
+    def step(self, grads: tuple) -> Tensor:
+        """Run the optimizer on clipped gradients, then the average of the weights. Return True."""
+        done = ops.depend(Tensor(True, mstype.bool_), self.optimizer(grads))
+        if self.ema is not None:
+            done = ops.depend(done, self.ema())
+        return done
+
+    def update_and_clear(self, grads: tuple, totals: tuple, used: Tensor, scale: Tensor) -> tuple:
+        """Update from the sums of a window, then set them to zero."""
+        overflow, scale, norm, rate, updated = self.update(grads, totals, used, scale, False)
+        updated = ops.depend(updated, self.accumulator.clear())
+        return overflow, scale, norm, rate, updated
+
+    def unchanged(self, scale: Tensor) -> tuple:
+        """Return what `update` does, for a micro-step that ends no window."""
+        false = Tensor(False, mstype.bool_)
+        return false, scale, Tensor(0.0, mstype.float32), self.learning_rate(), false
+
+    def learning_rate(self) -> Tensor:
+        """Return the learning rate of the update to come, where `outputs` names it."""
+        if self.reports_rate:
+            return self.optimizer.get_lr() * 1.0
+        return Tensor(0.0, mstype.float32)
+
+    def select_outputs(self, output: Any, report: tuple) -> Any:
+        """Return what `outputs` names, and after it what the network returns beside the loss."""
+        values = (loss_of(output), *report)
+        selected: tuple = ()
+        for place in self.places:
+            selected = (*selected, values[place])
+        selected = selected + extras_of(output)
+        if self.bare_output and len(selected) == 1:
+            return selected[0]
+        return selected
+
+    def unscale_clip_and_check(self, grads: tuple, totals: tuple, used: Tensor) -> tuple:
+        """Return the true clipped gradients, whether the unclipped overflowed, their flags and their global norm.
+
+        Our clips by norm are one multiply together with the unscaling; any other clip gets unscaled gradients.
+        """
+        divisor = used if self.accumulate_steps == 1 else used * self.accumulate_steps
+        if self.folds_clip:
+            return self.clip_grad.unscale_and_clip(self.reduce(totals), divisor)
+        true_grads, overflow, flags = self.unscale_and_check(grads, totals, divisor)
+        norm = Tensor(0.0, mstype.float64)
+        if self.reports_norm:
+            norm = self.gradients.global_norm(true_grads)
+        if self.clip_grad is not None:
+            true_grads = self.clip_grad(true_grads)
+        return true_grads, overflow, flags, norm
+
+    def unscale_and_check(self, grads: tuple, totals: tuple, divisor: Tensor) -> tuple:
+        """Reduce across devices, divide by `divisor`, cast to the dtypes of `grads` and look for overflow.
 
         Returns:
             The gradients as the optimizer will get them; a bool scalar, whether any of their values is inf or nan
             (on Ascend and GPU, whatever MindSpore's check says); and for each gradient whether it holds any (empty
             where another check than this library's was made).
         """
-        reduced = self.reduced(grads)
+        reduced = self.reduce(totals)
         if not self.check_here:
-            unscaled = cast_like(grads, unscale(cast_up(reduced), scale))
+            unscaled = cast_like(grads, unscale(cast_up(reduced), divisor))
             overflow = self.get_overflow_status(Tensor([0] * 8, mstype.int32), unscaled).reshape(())
             return unscaled, overflow, ()
-        unscaled, overflow, flags = self.gradients.unscale_and_check(reduced, scale)
+        unscaled, overflow, flags = self.gradients.unscale_and_check(reduced, divisor)
         if self.narrow_parameters:  # a float32 may become inf in float16
             unscaled = cast_like(grads, unscaled)
             overflow, flags = self.gradients.check(unscaled)
         return unscaled, overflow, flags
 
-    def apply_fused(self, grads: tuple, scale: Tensor) -> Tensor:
-        """Let the optimizer unscale, check and, without overflow, update; return the overflow. See `cells.fused`."""
-        overflow, flags = self.optimizer.apply_scaled_gradients(self.reduced(grads), scale)
-        kept = self._overflow_flags[0]
-        return ops.depend(overflow, ops.assign(kept, ops.select(overflow, flags, kept)))
-
-    def reduced(self, grads: tuple) -> tuple:
-        """Return the gradients reduced over the devices, where there are several in at least float32."""
-        return self.grad_reducer(cast_up(grads) if self.reducer_flag else grads)
+    def reduce(self, grads: tuple) -> tuple:
+        """Return the gradients' mean over the devices, where there are several, in at least float32."""
+        return self.grad_reducer(cast_up(grads)) if self.reducer_flag else self.grad_reducer(grads)
 
     def keep_flags(self, unscaled: tuple, flags: Any) -> Tensor:
         """Keep which gradients held inf or nan, for `nonfinite_parameters`. Runs on overflow only."""
@@ -241,42 +376,80 @@ class TrainOneStepWithLossScaleCell(nn.TrainOneStepWithLossScaleCell):
                 f"This '{owner}' was built without 'scale_sense' and takes its scale as the last input of each "
                 "call. Build it with scale_sense=Tensor(1024.0) to set the scale by set_sense_scale."
             )
+        if self.accumulator is not None and self.accumulator.in_window():
+            raise RuntimeError(
+                f"The scale is constant inside a window of {self.accumulate_steps} micro-steps, and one is unfinished; "
+                "set the scale after its last micro-step."
+            )
         ops.assign(self.scale_sense, value.reshape(self.scale_sense.shape))
 
 
-_warned: set = set()
+# The stages that a fused optimizer takes over.
+_FUSED = (
+    "unscale_clip_and_check",
+    "unscale_and_check",
+    "process_loss_scale",
+    "step_or_keep_flags",
+    "step",
+    "keep_flags",
+)
 
 
-@ops.constexpr
-def _warn_of_low_precision(loss_dtype: Any) -> None:
-    """Warn once, while the graph is built, of a loss in which large scales become inf."""
-    if loss_dtype == mstype.float16 and loss_dtype not in _warned:
-        _warned.add(loss_dtype)
-        warnings.warn(
-            "The loss is float16, so the gradient's seed is inf at any loss scale above 65504 and every such step "
-            "is skipped. Compute the loss in float32: cast the network's output with .astype(mindspore.float32) "
-            "before the loss function.",
-            stacklevel=2,
+def _checked_scale_sense(scale_sense: Any, owner: str) -> Any:
+    """Return `scale_sense` as MindSpore's cell takes it: an update cell, or a float32 Tensor."""
+    if scale_sense is None:
+        return Tensor(1.0, mstype.float32)
+    if isinstance(scale_sense, Tensor):
+        return scale_tensor("scale_sense", scale_sense, owner)
+    if not isinstance(scale_sense, nn.Cell):
+        raise TypeError(
+            f"For '{owner}', 'scale_sense' must be an update cell, a Tensor of shape () or (1,), or None, but got "
+            f"{scale_sense!r} of type {type(scale_sense).__name__}. For a fixed scale write Tensor(1024.0) or "
+            "FixedLossScaleUpdateCell(1024)."
         )
+    if isinstance(scale_sense, LossScaleUpdateCell):
+        scale_sense.check_unbound()
+    return scale_sense
 
 
-def _scale_of_call(scale: Tensor) -> Tensor:
-    """Return a scale given as the last input of a call as float32 in its shape."""
-    if not isinstance(scale, Tensor) or (scale.shape != () and scale.shape != (1,)):
+def _checked_outputs(outputs: Any, optimizer: nn.Cell, owner: str) -> tuple:
+    """Return the names of `outputs` as a tuple."""
+    names = (outputs,) if isinstance(outputs, str) else tuple(outputs)
+    unknown = [name for name in names if name not in OUTPUTS]
+    if unknown or not names or len(set(names)) < len(names):
+        raise ValueError(f"For '{owner}', 'outputs' must be different names from {OUTPUTS}, but got {outputs!r}.")
+    if "learning_rate" in names and (not hasattr(optimizer, "get_lr") or getattr(optimizer, "is_group_lr", False)):
         raise ValueError(
-            "The last input of this train cell is its loss scale and must be a Tensor of shape () or (1,), "
-            "for example Tensor([1024.0])."
+            f"For '{owner}', 'learning_rate' in 'outputs' needs an optimizer with one learning rate and get_lr(), but "
+            f"got {type(optimizer).__name__}, which has none or several."
         )
-    return scale.astype(mstype.float32)
+    return names
 
 
-def _fixed_input_count(network: nn.Cell) -> int:
-    """Return how many inputs `network` takes, or -2 where that is not fixed."""
-    parameters = list(inspect.signature(network.construct).parameters.values())
-    takes_any = any(parameter.kind == parameter.VAR_POSITIONAL for parameter in parameters)
-    wrapped = getattr(network, "_backbone", None)
-    if takes_any and isinstance(wrapped, nn.Cell):  # MindSpore's casting wrappers pass everything on
-        return _fixed_input_count(wrapped)
-    plain = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
-    is_fixed = all(p.kind in plain and p.default is p.empty for p in parameters)
-    return len(parameters) if is_fixed else -2
+def _check_options(
+    owner: str,
+    accumulate_steps: int,
+    clip_grad: Any,
+    ema: Any,
+    outputs: tuple,
+    sparse: bool,
+    self_scaled: bool,
+) -> None:
+    """Raise TypeError or ValueError for options of a wrong kind, or that exclude each other."""
+    if clip_grad is not None and not isinstance(clip_grad, nn.Cell):
+        raise TypeError(
+            f"For '{owner}', 'clip_grad' must be a Cell or None, but got {clip_grad!r}; write "
+            "ClipByGlobalNorm(max_norm=1.0)."
+        )
+    if ema is not None and not isinstance(ema, EMA):
+        raise TypeError(f"For '{owner}', 'ema' must be an EMA or None, but got {ema!r}; write EMA(0.999).")
+    if self_scaled and accumulate_steps > 1:
+        raise ValueError(
+            f"For '{owner}', accumulate_steps={accumulate_steps} needs 'scale_sense': the scale is constant inside a "
+            "window, so calls can't bring their own."
+        )
+    if sparse and (accumulate_steps > 1 or clip_grad is not None or "grad_norm" in outputs):
+        raise ValueError(
+            f"For '{owner}', the network has sparse gradients, which can be neither accumulated, clipped nor measured. "
+            "Build its embeddings with sparse=False."
+        )

@@ -97,9 +97,12 @@ def multiply(factor: Tensor, grads: Any) -> Any:
     return _map(ops.partial(_multiply, factor), grads)
 
 
-def usable_scale(scale: Tensor) -> Tensor:
-    """Return min(scale, 2**126): beyond it the reciprocal is subnormal, and flushed to zero by some CPU threads."""
-    return ops.minimum(scale, Tensor(2.0**126, mstype.float32))
+def usable_scale(scale: Tensor, steps: int = 1) -> Tensor:
+    """Return min(scale, 2**126 / steps).
+
+    Beyond 2**126 the reciprocal of scale * steps is subnormal, and some of MindSpore's CPU threads flush it to zero.
+    """
+    return ops.minimum(scale, Tensor(2.0**126 / steps, mstype.float32))
 
 
 def unscale(grads: Any, scale: Tensor) -> Any:
@@ -158,6 +161,10 @@ class PlainGradients(nn.Cell):
         """Return (overflow, flags, sum of squares)."""
         overflow, flags = self.check(grads)
         return overflow, flags, _sum_of_squares(grads)
+
+    def global_norm(self, grads: tuple) -> Tensor:
+        """Return the norm of all gradients together, a float64 scalar."""
+        return ops.sqrt(self.check_with_norm(grads)[2])
 
     def nonfinite_flags(self, grads: tuple) -> Tensor:
         """Return a bool Tensor of shape (n,): which of the n gradients hold inf or nan."""

@@ -1,6 +1,10 @@
 """Loss scaling and mixed-precision train steps for MindSpore, on Ascend, GPU and CPU."""
 
 from lossscale._cells import (
+    EMA,
+    ClipByGlobalNorm,
+    ClipByNorm,
+    ClipByValue,
     CustomTrainOneStepCell,
     DynamicLossScaleUpdateCell,
     FixedLossScaleUpdateCell,
@@ -17,6 +21,10 @@ from lossscale.train_network import build_train_network
 __version__ = "0.1.0"
 
 __all__ = [
+    "EMA",
+    "ClipByGlobalNorm",
+    "ClipByNorm",
+    "ClipByValue",
     "CustomTrainOneStepCell",
     "DynamicLossScaleManager",
     "DynamicLossScaleUpdateCell",

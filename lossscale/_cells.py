@@ -9,6 +9,10 @@ if not hasattr(cells, "TrainOneStepWithLossScaleCell"):
     )
 
 from cells import (
+    EMA,
+    ClipByGlobalNorm,
+    ClipByNorm,
+    ClipByValue,
     CustomTrainOneStepCell,
     DynamicLossScaleUpdateCell,
     FixedLossScaleUpdateCell,
@@ -20,6 +24,10 @@ from cells import (
 )
 
 __all__ = [
+    "EMA",
+    "ClipByGlobalNorm",
+    "ClipByNorm",
+    "ClipByValue",
     "CustomTrainOneStepCell",
     "DynamicLossScaleUpdateCell",
     "FixedLossScaleUpdateCell",

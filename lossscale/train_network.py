@@ -87,8 +87,11 @@ def build_scaled(
         return build(manager)
     plain = build(None)
     train_cell = TrainOneStepWithLossScaleCell(plain.network, optimizer, update_cell).set_train()
-    if plain.get_inputs() is not None:
-        train_cell.set_inputs(*plain.get_inputs())
+    inputs = plain.get_inputs()
+    if isinstance(inputs, dict):  # MindSpore keeps inputs that were set by name as a dict
+        train_cell.set_inputs(**inputs)
+    elif inputs is not None:
+        train_cell.set_inputs(*inputs)
     return train_cell
 
 
@@ -110,10 +113,14 @@ def _checked_update_cell(
             f"'loss_scale_manager' must be a LossScaleManager or None, but got {manager!r} of type "
             f"{type(manager).__name__}. Write FixedLossScaleManager(1024.0) for a fixed scale."
         )
+    for name, cell in (("network", network), ("optimizer", optimizer)):
+        if not isinstance(cell, nn.Cell):
+            raise TypeError(f"'{name}' must be a Cell, but got {cell!r} of type {type(cell).__name__}.")
     reason = _reason_for_stock(network, optimizer, manager, boost_level)
     update_cell = manager.get_update_cell()
     if update_cell is None:
         _check_optimizer_unscales(optimizer, manager)
+        _check_loss_is_scaled(network, manager)
         return None
     _check_optimizer_leaves_gradients(optimizer)
     if reason is None:
@@ -134,18 +141,34 @@ def _reason_for_stock(network: nn.Cell, optimizer: nn.Cell, manager: Any, boost_
         return "GroupLossScaleManager"
     if not isinstance(optimizer, nn.Optimizer):
         return f"The optimizer wrapper {type(optimizer).__name__}"
-    if context.get_auto_parallel_context("pipeline_stages") > 1:
-        return "Pipeline parallelism"
-    if any(cell.cls_name in ("GradAccumulationCell", "GradAccumulation") for _, cell in network.cells_and_names()):
-        return "A gradient-accumulation cell inside the network"
+    accumulation = _reason_for_accumulation(network)
+    if accumulation is not None:
+        return accumulation
     mode = context.get_auto_parallel_context("parallel_mode")
     if mode not in ("stand_alone", "data_parallel"):
         return f"Parallel mode {mode!r}"
     return None
 
 
+def _reason_for_accumulation(network: nn.Cell) -> Optional[str]:
+    """Return what makes MindSpore sum gradients over micro batches in a train cell of its own, or None."""
+    if context.get_auto_parallel_context("pipeline_stages") > 1:
+        return "Pipeline parallelism"
+    if any(cell.cls_name in ("GradAccumulationCell", "GradAccumulation") for _, cell in network.cells_and_names()):
+        return "A gradient-accumulation cell inside the network"
+    return None
+
+
+def _optimizer_divisor(optimizer: nn.Cell) -> float:
+    """Return what the optimizer divides gradients by; MindSpore's wrappers leave that to the optimizer inside."""
+    for inner in (getattr(optimizer, name, None) for name in ("single_opt", "optimizer")):
+        if isinstance(inner, nn.Optimizer):
+            return _optimizer_divisor(inner)
+    return getattr(optimizer, "loss_scale", 1.0)
+
+
 def _check_optimizer_leaves_gradients(optimizer: nn.Cell) -> None:
-    divisor = getattr(optimizer, "loss_scale", 1.0)
+    divisor = _optimizer_divisor(optimizer)
     if divisor != 1.0:
         raise ValueError(
             f"The optimizer was built with loss_scale={divisor:g}, but the train step unscales the gradients "
@@ -155,10 +178,20 @@ def _check_optimizer_leaves_gradients(optimizer: nn.Cell) -> None:
 
 def _check_optimizer_unscales(optimizer: nn.Cell, manager: Any) -> None:
     scale = manager.get_loss_scale()
-    divisor = getattr(optimizer, "loss_scale", 1.0)
+    divisor = _optimizer_divisor(optimizer)
     if divisor != scale:
         raise ValueError(
             f"The manager does not drop overflowing updates, so the optimizer must divide by the loss scale "
             f"{scale:g}, but it was built with loss_scale={divisor:g}. Build it with loss_scale={scale:g}; for an "
             "optimizer that has no such argument use CustomTrainOneStepCell, or drop_overflow_update=True."
+        )
+
+
+def _check_loss_is_scaled(network: nn.Cell, manager: Any) -> None:
+    reason = _reason_for_accumulation(network)
+    if reason is not None and manager.get_loss_scale() != 1:
+        raise ValueError(
+            f"{reason} is left to MindSpore's own train cell, which does not scale the loss where overflowing updates "
+            "are kept: the optimizer would divide gradients that were never multiplied. Use loss_scale_manager=None "
+            "and an optimizer without loss_scale."
         )

@@ -65,3 +65,52 @@ def same_bits(a, b):
 def parameters(cell):
     """Values of all parameters of a cell by name."""
     return {p.name: p.asnumpy().copy() for p in cell.get_parameters()}
+
+
+class WholeStep:
+    """The whole train step in numpy: plain gradient descent on weights whose gradients are given."""
+
+    def __init__(self, weights, scale, rate, steps=1, clip=None, decay=None, drop=True):
+        self.weights = [w.copy() for w in weights]
+        self.shadows = [w.copy() for w in weights]
+        self.totals = [np.zeros_like(w) for w in weights]
+        self.scale, self.rate, self.steps = scale, rate, steps
+        self.clip, self.decay, self.drop = clip, decay, drop
+        self.micro = 0
+
+    def step(self, grads):
+        """Take one micro-step; return (overflow, scale, norm, updated)."""
+        with np.errstate(all="ignore"):
+            used = np.float32(self.scale.scale)
+            self.totals = [t + g * used for t, g in zip(self.totals, grads)]
+            self.micro = (self.micro + 1) % self.steps
+            if self.micro:
+                return False, self.scale.scale, 0.0, False
+            true = [t * (np.float32(1) / (used * np.float32(self.steps))) for t in self.totals]
+            self.totals = [np.zeros_like(t) for t in self.totals]
+            overflow = not all(np.isfinite(t).all() for t in true)
+            norm = float(np.sqrt(sum((t.astype(np.float64) ** 2).sum() for t in true)))
+            scale = self.scale.step(overflow)
+            spike = False
+            if self.clip is not None:
+                kind, limit, skip_above = self.clip
+                spike = skip_above is not None and norm > skip_above
+                true = clip_in_numpy(kind, limit, true, norm)
+            updated = not spike and not (overflow and self.drop)
+            if updated:
+                self.weights = [w - np.float32(self.rate) * g for w, g in zip(self.weights, true)]
+                if self.decay is not None:
+                    self.shadows = [
+                        s + (w - s) * (1 - np.float32(self.decay)) for s, w in zip(self.shadows, self.weights)
+                    ]
+            return overflow, scale, norm, updated
+
+
+def clip_in_numpy(kind, limit, grads, norm):
+    """Clip by "global_norm", "norm" or "value"."""
+    if kind == "global_norm":
+        return [(g * (limit / max(norm, limit))).astype(g.dtype) for g in grads]
+    if kind == "norm":
+        norms = [float(np.sqrt((g.astype(np.float64) ** 2).sum())) for g in grads]
+        return [(g * (limit / max(n, limit))).astype(g.dtype) for g, n in zip(grads, norms)]
+    return [np.clip(g, -np.float32(limit), np.float32(limit)) for g in grads]

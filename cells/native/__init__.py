@@ -116,6 +116,10 @@ class NativeGradients(nn.Cell):
         outputs = self.check_norm_op(*grads)
         return outputs[0].reshape(()), outputs[1], outputs[2].reshape(())
 
+    def global_norm(self, grads: tuple) -> Tensor:
+        """Return the norm of all gradients together, a float64 scalar."""
+        return ops.sqrt(self.check_with_norm(grads)[2])
+
     def nonfinite_flags(self, grads: tuple) -> Tensor:
         """Return a bool Tensor of shape (n,): which of the n gradients hold inf or nan."""
         return self.check_op(*grads)[1]

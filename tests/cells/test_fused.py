@@ -189,7 +189,7 @@ class _ReadsWithoutGradient(nn.Cell):
 class _ReadsAfterwards(lossscale.TrainOneStepWithLossScaleCell):
     def construct(self, *inputs):
         loss, overflow, _ = super().construct(*inputs)
-        return loss, overflow, ops.depend(self.weights[0], loss)[:1] * 1.0
+        return loss, overflow, ops.depend(self.weights[0], overflow)[:1] * 1.0
 
 
 def test_the_forward_sees_old_weights_and_what_follows_new_ones(mode):

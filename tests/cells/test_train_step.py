@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 from mindspore import Parameter, Tensor, nn, ops
 
-import cells.train_step
+import cells.backward
 from lossscale import DynamicLossScaleUpdateCell, FixedLossScaleUpdateCell, TrainOneStepWithLossScaleCell
 from tests.nets import GradientsAsGiven, Poisoned, batch, mlp
 from tests.oracles import parameters, same_bits
@@ -240,7 +240,7 @@ class Float16Loss(GradientsAsGiven):
 
 
 def test_a_float16_loss_is_named_with_its_cure(mode, monkeypatch):
-    monkeypatch.setattr(cells.train_step, "_warned", set())
+    monkeypatch.setattr(cells.backward, "_warned", set())
     net = Float16Loss([np.zeros(2, np.float32)])
     step = TrainOneStepWithLossScaleCell(net, nn.SGD(list(net.w), 1.0), Tensor(2.0**17))
     with pytest.warns(UserWarning, match=r"float16.*65504.*float32") as caught:
@@ -354,6 +354,7 @@ def test_each_device_gets_its_check(monkeypatch, device, soc, check):
         "_get_ascend_overflow_status_on_saturation_mode",
     ):
         monkeypatch.setattr(type(step), name, lambda *_, n=name: called.append(n) or Tensor(True), raising=False)
-    _, overflow, _ = step.unscale_and_check((Tensor(np.float32([np.inf])),), Tensor(8.0))
+    grads = (Tensor(np.float32([np.inf])),)
+    _, overflow, _ = step.unscale_and_check(grads, grads, Tensor(8.0))
     assert bool(overflow)
     assert called == ([check] if check else [])

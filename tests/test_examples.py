@@ -1,0 +1,115 @@
+"""Each example runs in a process of its own, in short form, and ends in what it promises."""
+
+import gzip
+import os
+import re
+import struct
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+ROOT = Path(__file__).parents[1]
+pytestmark = pytest.mark.processes
+
+
+def run(*arguments, code=0):
+    """Run Python in the project's folder; return what it printed (stderr, where the exit code is not 0)."""
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(
+        [sys.executable, *arguments], cwd=ROOT, env=environment, capture_output=True, text=True, timeout=400
+    )
+    assert done.returncode == code, done.stderr[-3000:]
+    return done.stderr if code else done.stdout
+
+
+def last_line(output):
+    """Return the values of a last line `name=value name=value`."""
+    return {name: float(value) for name, value in re.findall(r"(\w+)=([\d.]+)", output.splitlines()[-1])}
+
+
+def test_lenet_reaches_the_accuracy_and_its_scale_settles():
+    output = run("-m", "examples.lenet")
+    scales = [float(scale) for scale in re.findall(r"^epoch.*loss_scale=(\d+)", output, re.M)]
+    result = last_line(output)
+    assert result["accuracy"] >= 0.97
+    assert result["steps"] == 15 * 44
+    assert result["overflows"] >= 3
+    assert result["loss_scale"] == 2**24 / 2 ** result["overflows"]  # no growth in fewer than 2000 steps
+    assert len(scales) == 15
+    assert scales[-1] == scales[-5] == result["loss_scale"]
+
+
+@pytest.mark.parametrize(
+    ("options", "loss_scale"),
+    [
+        (["--manager", "fixed", "--amp-level", "O3"], 1024),
+        (["--manager", "fixed-keep"], 1024),
+        (["--manager", "none", "--amp-level", "O0", "--batch-size", "64"], 1),
+    ],
+)
+def test_lenet_options(options, loss_scale):
+    result = last_line(run("examples/lenet.py", "--epochs", "2", "--seed", "2", *options))
+    assert result["loss_scale"] == loss_scale
+    assert result["overflows"] == 0
+    assert result["accuracy"] > 0.4
+
+
+def test_lenet_in_pynative_mode():
+    result = last_line(run("examples/lenet.py", "--epochs", "1", "--mode", "PYNATIVE", "--batch-size", "128"))
+    assert result["steps"] == 11
+    assert 0 < result["loss_scale"] < 2**24
+
+
+def idx(array):
+    return struct.pack(f">{1 + array.ndim}I", 0x0800 + array.ndim, *array.shape) + array.tobytes()
+
+
+@pytest.fixture
+def mnist_folder(tmp_path):
+    for name, count in (("train", 128), ("t10k", 64)):
+        images = np.random.randint(0, 256, (count, 28, 28)).astype(np.uint8)
+        labels = np.random.randint(0, 10, count).astype(np.uint8)
+        (tmp_path / f"{name}-images-idx3-ubyte").write_bytes(idx(images))
+        (tmp_path / f"{name}-labels-idx1-ubyte.gz").write_bytes(gzip.compress(idx(labels)))
+    return tmp_path
+
+
+def test_lenet_reads_a_folder_of_mnist_files(mnist_folder):
+    assert last_line(run("examples/lenet.py", "--data-dir", mnist_folder, "--epochs", "1"))["steps"] == 4
+
+
+def test_lenet_names_a_missing_file(mnist_folder):
+    (mnist_folder / "t10k-images-idx3-ubyte").unlink()
+    message = run("examples/lenet.py", "--data-dir", mnist_folder, code=1)
+    assert f"{mnist_folder}/t10k-images-idx3-ubyte is missing" in message
+    assert "Traceback" not in message
+
+
+@pytest.mark.parametrize("content", [b"", b"not an idx file", idx(np.zeros((3, 28, 28), np.uint8))[:-1]])
+def test_lenet_names_a_broken_file(mnist_folder, content):
+    broken = mnist_folder / "train-images-idx3-ubyte"
+    broken.write_bytes(content)
+    message = run("examples/lenet.py", "--data-dir", mnist_folder, code=1)
+    assert f"{broken} is not a whole MNIST idx file" in message
+    assert "Traceback" not in message
+
+
+def test_custom_train_step():
+    output = run("examples/custom_train_step.py", "--epochs", "3")
+    assert "largest difference of the weights, loop against Model: 0.0\n" in output
+    assert last_line(output)["accuracy"] > 0.85
+
+
+def test_mixed_precision():
+    output = run("examples/mixed_precision.py", "--epochs", "3")
+    assert len(re.findall("at a scale of 2\\*\\*40: overflow=True, weights unchanged=True", output)) == 2
+    assert all(float(accuracy) > 0.6 for accuracy in re.findall(r"accuracy=([\d.]+)", output))
+
+
+def test_resume():
+    output = run("examples/resume.py", "--steps", "40")
+    assert "not in the checkpoint: []; not in the train cell: []" in output
+    assert output.endswith("outputs identical=True parameters identical=True\n")
