@@ -5,7 +5,7 @@ import numbers
 from typing import Any
 
 import numpy as np
-from mindspore import Tensor
+from mindspore import Tensor, nn
 from mindspore import dtype as mstype
 
 LARGEST_FLOAT32 = float(np.finfo(np.float32).max)
@@ -77,3 +77,21 @@ def scale_tensor(name: str, value: Any, owner: str) -> Tensor:
     numpy_value = value.float().asnumpy()
     check_loss_scale(name, float(numpy_value.reshape(())), owner)
     return Tensor(numpy_value, mstype.float32)
+
+
+def optimizer_divisor(optimizer: nn.Cell) -> float:
+    """Return what the optimizer divides gradients by; MindSpore's wrappers leave that to the optimizer inside."""
+    for inner in (getattr(optimizer, name, None) for name in ("single_opt", "optimizer")):
+        if isinstance(inner, nn.Optimizer):
+            return optimizer_divisor(inner)
+    return getattr(optimizer, "loss_scale", 1.0)
+
+
+def check_optimizer_leaves_gradients(optimizer: nn.Cell) -> None:
+    """Raise ValueError if the optimizer divides gradients that the train step has divided already."""
+    divisor = optimizer_divisor(optimizer)
+    if divisor != 1.0:
+        raise ValueError(
+            f"The optimizer was built with loss_scale={divisor:g}, but the train step unscales the gradients "
+            "itself: they would be divided twice. Build the optimizer without loss_scale."
+        )

@@ -7,7 +7,7 @@ from mindspore import Parameter, Tensor, context, nn, ops
 from mindspore import dtype as mstype
 
 from cells._backend import gradient_arithmetic
-from cells._check import check_bool, check_positive_int, scale_tensor
+from cells._check import check_bool, check_optimizer_leaves_gradients, check_positive_int, scale_tensor
 from cells.accumulate import GradientAccumulator
 from cells.backward import extras_of, fixed_input_count, gradient_seed, loss_of, scale_of_call
 from cells.clip import ClipByGlobalNorm, ClipByNormBase
@@ -46,8 +46,8 @@ class TrainOneStepWithLossScaleCell(nn.TrainOneStepWithLossScaleCell):
 
     Args:
         network: the network with its loss inside; it returns one scalar loss.
-        optimizer: updates the parameters of the network; its own `loss_scale` must be 1, unless a subclass
-            leaves the unscaling to it.
+        optimizer: updates the parameters of the network; its own `loss_scale` must be 1, unless a subclass with
+            a `construct` or `unscale_and_check` of its own leaves the unscaling to it.
         scale_sense: an update cell (`DynamicLossScaleUpdateCell`, `FixedLossScaleUpdateCell` or one's own), or
             a Tensor of shape () or (1,) that `set_sense_scale` can change. It is kept as the float32 Parameter
             `scale_sense`, the one source of truth. None: the last input of each call is its scale.
@@ -81,7 +81,8 @@ class TrainOneStepWithLossScaleCell(nn.TrainOneStepWithLossScaleCell):
     Raises:
         TypeError: if `scale_sense` is neither a Cell nor a Tensor of real numbers.
         ValueError: if the Tensor's shape is neither () nor (1,), its value is not finite and > 0, the update cell
-            already belongs to another train cell, an option is out of range, or options exclude each other.
+            already belongs to another train cell, the optimizer divides gradients too, an option is out of range,
+            or options exclude each other.
 
     Supported Platforms:
         ``Ascend`` ``GPU`` ``CPU``
@@ -115,6 +116,8 @@ class TrainOneStepWithLossScaleCell(nn.TrainOneStepWithLossScaleCell):
         owner = type(self).__name__
         self_scaled = scale_sense is None
         scale_sense = _checked_scale_sense(scale_sense, owner)
+        if _unscales(type(self)):
+            check_optimizer_leaves_gradients(optimizer)
         names = _checked_outputs(outputs, optimizer, owner)
         accumulate_steps = check_positive_int("accumulate_steps", accumulate_steps, owner)
         sparse = may_have_sparse_gradients(network)
@@ -356,6 +359,12 @@ class TrainOneStepWithLossScaleCell(nn.TrainOneStepWithLossScaleCell):
                 "set the scale after its last micro-step."
             )
         ops.assign(self.scale_sense, value.reshape(self.scale_sense.shape))
+
+
+def _unscales(cls: type) -> bool:
+    """Return whether gradients are unscaled by this module, and not in a way of a subclass's own."""
+    ours = TrainOneStepWithLossScaleCell
+    return cls.construct is ours.construct and cls.unscale_and_check is ours.unscale_and_check  # type: ignore[attr-defined]
 
 
 def _checked_scale_sense(scale_sense: Any, owner: str) -> Any:

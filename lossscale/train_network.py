@@ -6,6 +6,7 @@ from mindspore import amp, boost, context, nn
 from mindspore.train.loss_scale_manager import LossScaleManager as _MindSporeLossScaleManager
 
 from cells import TrainOneStepWithLossScaleCell
+from cells._check import check_optimizer_leaves_gradients, optimizer_divisor
 from lossscale.managers import DynamicLossScaleManager, LossScaleManager
 
 _KNOWN_ARGUMENTS = ("cast_model_type", "keep_batchnorm_fp32", "loss_scale_manager")
@@ -122,7 +123,7 @@ def _checked_update_cell(
         _check_optimizer_unscales(optimizer, manager)
         _check_loss_is_scaled(network, manager)
         return None
-    _check_optimizer_leaves_gradients(optimizer)
+    check_optimizer_leaves_gradients(optimizer)
     if reason is None:
         return update_cell
     if context.get_context("device_target") == "CPU":
@@ -159,26 +160,9 @@ def _reason_for_accumulation(network: nn.Cell) -> Optional[str]:
     return None
 
 
-def _optimizer_divisor(optimizer: nn.Cell) -> float:
-    """Return what the optimizer divides gradients by; MindSpore's wrappers leave that to the optimizer inside."""
-    for inner in (getattr(optimizer, name, None) for name in ("single_opt", "optimizer")):
-        if isinstance(inner, nn.Optimizer):
-            return _optimizer_divisor(inner)
-    return getattr(optimizer, "loss_scale", 1.0)
-
-
-def _check_optimizer_leaves_gradients(optimizer: nn.Cell) -> None:
-    divisor = _optimizer_divisor(optimizer)
-    if divisor != 1.0:
-        raise ValueError(
-            f"The optimizer was built with loss_scale={divisor:g}, but the train step unscales the gradients "
-            "itself: they would be divided twice. Build the optimizer without loss_scale."
-        )
-
-
 def _check_optimizer_unscales(optimizer: nn.Cell, manager: Any) -> None:
     scale = manager.get_loss_scale()
-    divisor = _optimizer_divisor(optimizer)
+    divisor = optimizer_divisor(optimizer)
     if divisor != scale:
         raise ValueError(
             f"The manager does not drop overflowing updates, so the optimizer must divide by the loss scale "
