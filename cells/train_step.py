@@ -1,5 +1,6 @@
 """What is one training step? The order of operations, each stage a method or a cell that can be replaced alone."""
 
+import itertools
 from typing import Any, Optional, Union
 
 import numpy as np
@@ -15,6 +16,7 @@ from cells.ema import EMA
 from cells.unscale import SparseGradients, cast_like, cast_up, may_have_sparse_gradients, unscale, usable_scale
 from cells.update import LossScaleUpdateCell
 
+_steps = itertools.count(1)
 OUTPUTS = ("loss", "overflow", "loss_scale", "grad_norm", "learning_rate", "updated")
 
 
@@ -139,9 +141,10 @@ class TrainOneStepWithLossScaleCell(nn.TrainOneStepWithLossScaleCell):
         self.sparse_gradients = sparse
         self.gradients = SparseGradients() if sparse else gradient_arithmetic()
         self.narrow_parameters = any(p.dtype in (mstype.float16, mstype.bfloat16) for p in self.weights)
-        # A list, because a Parameter set as an attribute would go into checkpoints, where it has no business.
+        # A list, because a Parameter set as an attribute would go into checkpoints, where it has no business. Nobody
+        # prefixes its name there, and two train cells in one graph need two.
         flags = Tensor(np.zeros(len(self.weights), np.bool_))
-        self._overflow_flags = [Parameter(flags, name="overflow_flags", requires_grad=False)]
+        self._overflow_flags = [Parameter(flags, name=f"overflow_flags.{next(_steps)}", requires_grad=False)]
 
         self.outputs = names
         self.places = tuple(OUTPUTS.index(name) for name in names)
