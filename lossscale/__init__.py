@@ -8,12 +8,17 @@ from lossscale._cells import (
     CustomTrainOneStepCell,
     DynamicLossScaleUpdateCell,
     FixedLossScaleUpdateCell,
+    FusedAdamWeightDecay,
+    FusedMomentum,
     LossScaleUpdateCell,
     TrainOneStepWithLossScaleCell,
     backend,
 )
+from lossscale.finite import NonfiniteGradient, all_finite, find_nonfinite
+from lossscale.grad_scaler import GradScaler
 from lossscale.managers import DynamicLossScaleManager, FixedLossScaleManager, LossScaleManager
 from lossscale.model import Model
+from lossscale.scalers import DynamicLossScaler, LossScaler, NoOpLossScaler, StaticLossScaler
 from lossscale.train_network import build_train_network
 
 __version__ = "0.1.0"
@@ -26,12 +31,22 @@ __all__ = [
     "CustomTrainOneStepCell",
     "DynamicLossScaleManager",
     "DynamicLossScaleUpdateCell",
+    "DynamicLossScaler",
     "FixedLossScaleManager",
     "FixedLossScaleUpdateCell",
+    "FusedAdamWeightDecay",
+    "FusedMomentum",
+    "GradScaler",
     "LossScaleManager",
     "LossScaleUpdateCell",
+    "LossScaler",
     "Model",
+    "NoOpLossScaler",
+    "NonfiniteGradient",
+    "StaticLossScaler",
     "TrainOneStepWithLossScaleCell",
+    "all_finite",
     "backend",
     "build_train_network",
+    "find_nonfinite",
 ]
