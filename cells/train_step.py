@@ -118,7 +118,7 @@ class TrainOneStepWithLossScaleCell(nn.TrainOneStepWithLossScaleCell):
         owner = type(self).__name__
         self_scaled = scale_sense is None
         scale_sense = _checked_scale_sense(scale_sense, owner)
-        if _unscales(type(self)):
+        if not self._overrides("construct", "unscale_and_check"):
             check_optimizer_leaves_gradients(optimizer)
         names = _checked_outputs(outputs, optimizer, owner)
         accumulate_steps = check_positive_int("accumulate_steps", accumulate_steps, owner)
@@ -154,9 +154,12 @@ class TrainOneStepWithLossScaleCell(nn.TrainOneStepWithLossScaleCell):
         self.accumulator: Any = GradientAccumulator(self.weights, accumulate_steps) if accumulate_steps > 1 else None
         self.clip_grad: Any = clip_grad
         self.skip_above = clip_grad.skip_above if isinstance(clip_grad, ClipByGlobalNorm) else None
-        self.plain_skip = self.drop_overflow_update and self.skip_above is None
-        self.folds_clip = isinstance(clip_grad, ClipByNormBase) and self.check_here and not self.narrow_parameters
-        self.reports_norm = "grad_norm" in names or self.skip_above is not None
+        # Short cuts go around stages, so they are taken only where a subclass has left those as they are.
+        own_skips = self._overrides("skips", "step_unless")
+        self.plain_skip = self.drop_overflow_update and self.skip_above is None and not own_skips
+        own_unscaling = self._overrides("unscale_and_check") or not _folds(clip_grad)
+        self.folds_clip = self.check_here and not self.narrow_parameters and not own_unscaling
+        self.reports_norm = "grad_norm" in names or self.skip_above is not None or (own_skips and not sparse)
         self.reports_rate = "learning_rate" in names
         self.ema = ema
         # A fused optimizer unscales, checks, skips and steps by itself: only where nothing comes between.
@@ -166,7 +169,7 @@ class TrainOneStepWithLossScaleCell(nn.TrainOneStepWithLossScaleCell):
             and self.check_here
             and not any(between)
             and isinstance(scale_sense, (Tensor, LossScaleUpdateCell))
-            and not self._overrides_a_fused_stage()
+            and not self._overrides(*_FUSED)
         )
         if ema is not None and not ema.is_bound:
             ema.bind(self.weights)
@@ -235,9 +238,9 @@ class TrainOneStepWithLossScaleCell(nn.TrainOneStepWithLossScaleCell):
             scale = self.scale_sense * 1.0
         return overflow, scale, Tensor(0.0, mstype.float32), rate, ops.logical_not(overflow)
 
-    def _overrides_a_fused_stage(self) -> bool:
-        """Return whether a subclass has a say in what a fused optimizer would do by itself."""
-        return any(getattr(type(self), stage) is not getattr(TrainOneStepWithLossScaleCell, stage) for stage in _FUSED)
+    def _overrides(self, *stages: str) -> bool:
+        """Return whether a subclass has one of these methods of its own."""
+        return any(getattr(type(self), stage) is not getattr(TrainOneStepWithLossScaleCell, stage) for stage in stages)
 
     def skips(self, overflow: Tensor, norm: Tensor) -> Tensor:
         """Return whether this step leaves the weights: on overflow if that is dropped, and on a spike of the norm."""
@@ -401,10 +404,9 @@ _FUSED = (
 )
 
 
-def _unscales(cls: type) -> bool:
-    """Return whether gradients are unscaled by this module, and not in a way of a subclass's own."""
-    ours = TrainOneStepWithLossScaleCell
-    return cls.construct is ours.construct and cls.unscale_and_check is ours.unscale_and_check  # type: ignore[attr-defined]
+def _folds(clip_grad: Any) -> bool:
+    """Return whether a clip is one of ours by a norm, unchanged, and can be one multiply with the unscaling."""
+    return isinstance(clip_grad, ClipByNormBase) and type(clip_grad).construct is ClipByNormBase.construct
 
 
 def _checked_scale_sense(scale_sense: Any, owner: str) -> Any:
