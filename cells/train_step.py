@@ -1,5 +1,6 @@
 """What is one training step? The order of operations, each stage a method or a cell that can be replaced alone."""
 
+import itertools
 from typing import Any, Optional, Union
 
 import numpy as np
@@ -15,6 +16,8 @@ from cells.clip import ClipByGlobalNorm, ClipByNormBase
 from cells.ema import EMA
 from cells.unscale import SparseGradients, cast_like, cast_up, may_have_sparse_gradients, unscale, usable_scale
 from cells.update import LossScaleUpdateCell
+
+_steps = itertools.count(1)
 
 
 class TrainOneStepWithLossScaleCell(nn.TrainOneStepWithLossScaleCell):
@@ -134,9 +137,10 @@ class TrainOneStepWithLossScaleCell(nn.TrainOneStepWithLossScaleCell):
         self.sparse_gradients = sparse
         self.gradients = SparseGradients() if sparse else gradient_arithmetic()
         self.narrow_parameters = any(p.dtype in (mstype.float16, mstype.bfloat16) for p in self.weights)
-        # A list, because a Parameter set as an attribute would go into checkpoints, where it has no business.
+        # A list, because a Parameter set as an attribute would go into checkpoints, where it has no business. Nobody
+        # prefixes its name there, and two train cells in one graph need two.
         flags = Tensor(np.zeros(len(self.weights), np.bool_))
-        self._overflow_flags = [Parameter(flags, name="overflow_flags", requires_grad=False)]
+        self._overflow_flags = [Parameter(flags, name=f"overflow_flags.{next(_steps)}", requires_grad=False)]
 
         self.outputs = names
         self.places = tuple(OUTPUTS.index(name) for name in names)
@@ -146,14 +150,12 @@ class TrainOneStepWithLossScaleCell(nn.TrainOneStepWithLossScaleCell):
         self.accumulator: Any = GradientAccumulator(self.weights, accumulate_steps) if accumulate_steps > 1 else None
         self.clip_grad: Any = clip_grad
         self.skip_above = clip_grad.skip_above if isinstance(clip_grad, ClipByGlobalNorm) else None
-        self.plain_skip = self.drop_overflow_update and self.skip_above is None
-        self.folds_clip = (
-            isinstance(clip_grad, ClipByNormBase)
-            and self.check_here
-            and not self.narrow_parameters
-            and not self._overrides("unscale_and_check")
-        )
-        self.reports_norm = "grad_norm" in names or self.skip_above is not None
+        # Short cuts go around stages, so they are taken only where a subclass has left those as they are.
+        own_skips = self._overrides("skips", "step_unless")
+        self.plain_skip = self.drop_overflow_update and self.skip_above is None and not own_skips
+        own_unscaling = self._overrides("unscale_and_check") or not _folds(clip_grad)
+        self.folds_clip = self.check_here and not self.narrow_parameters and not own_unscaling
+        self.reports_norm = "grad_norm" in names or self.skip_above is not None or (own_skips and not sparse)
         self.reports_rate = "learning_rate" in names
         self.ema = ema
         # A fused optimizer unscales, checks, skips and steps by itself: only where nothing comes between.
@@ -396,3 +398,8 @@ _FUSED = (
     "step",
     "keep_flags",
 )
+
+
+def _folds(clip_grad: Any) -> bool:
+    """Return whether a clip is one of ours by a norm, unchanged, and can be one multiply with the unscaling."""
+    return isinstance(clip_grad, ClipByNormBase) and type(clip_grad).construct is ClipByNormBase.construct
