@@ -1,1 +1,1 @@
-"""What loss scaling costs: this library, stock MindSpore, PyTorch and Flax, each against its own plain step."""
+"""Measurements and comparisons with PyTorch and Flax; see `make bench`."""
