@@ -150,16 +150,16 @@ def build_all(names: list[str], workload: str, level: str, adam: bool = False) -
     return {name: build_step(name, workload, level, adam) for name in names}
 
 
-def all_workloads(names: list[str], mode: str) -> dict[str, Callable[[], dict]]:
-    """Return for each row of the table a function that builds its steps."""
+def all_workloads(names: list[str], mode: str, quick: bool) -> dict[str, Callable[[], dict]]:
+    """Return for each row of the table a function that builds its steps; `quick` means float32 and Momentum only."""
     variants = GRAPH_VARIANTS if mode == "GRAPH" else PYNATIVE_VARIANTS
     rows: dict[str, Callable[[], dict]] = {}
     for name in names:
         rows[name] = lambda name=name: build_all([*variants, "fused plain"], name, "O0")
-        if mode == "GRAPH":
+        if mode == "GRAPH" and not quick:
             amp_variants = [variant for variant in variants if variant != "stock functional"]
             rows[f"{name} O2"] = lambda name=name, chosen=amp_variants: build_all(chosen, name, "O2")
-    if mode == "GRAPH":
+    if mode == "GRAPH" and not quick:
         adam = ["plain", "plain again", "ours", "ours, fused", "fused plain"]
         rows[f"{names[0]} AdamWeightDecay"] = lambda: build_all(adam, names[0], "O0", adam=True)
     return rows
@@ -181,6 +181,7 @@ if __name__ == "__main__":
     parser.add_argument("--mode", choices=["GRAPH", "PYNATIVE"], default="GRAPH")
     parser.add_argument("--rounds", type=int, default=workloads.ROUNDS)
     parser.add_argument("--workloads", nargs="+", default=workloads.WORKLOADS)
+    parser.add_argument("--quick", action="store_true")
     parser.add_argument("--cold", help="a variant: measure its first call and its memory in this process")
     parser.add_argument("--out", required=True)
     options = parser.parse_args()
@@ -188,4 +189,6 @@ if __name__ == "__main__":
     if options.cold:
         timing.write(options.out, cold(options.cold, options.workloads[0]))
     else:
-        timing.write(options.out, timing.measure(all_workloads(options.workloads, options.mode), options.rounds))
+        timing.write(
+            options.out, timing.measure(all_workloads(options.workloads, options.mode, options.quick), options.rounds)
+        )

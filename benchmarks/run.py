@@ -65,13 +65,14 @@ def main() -> None:
     rounds = options.rounds or (workloads.QUICK_ROUNDS if options.quick else workloads.ROUNDS)
     names = options.workloads or (workloads.QUICK if options.quick else workloads.WORKLOADS)
     common = ["--rounds", str(rounds), "--workloads", *names]
+    quick = ["--quick"] if options.quick else []
     results: dict = {
         "date": datetime.date.today().isoformat(),
         "machine": f"{processor()}, {os.cpu_count()} cores, {platform.system()}",
         "load before": os.getloadavg()[0],
         "rounds": rounds,
         "versions": versions(sys.executable, ["mindspore", "numpy"]),
-        "MindSpore GRAPH": run(sys.executable, "mindspore_steps", *common),
+        "MindSpore GRAPH": run(sys.executable, "mindspore_steps", *common, *quick),
     }
     if not options.quick:
         results["MindSpore PYNATIVE"] = run(sys.executable, "mindspore_steps", "--mode", "PYNATIVE", *common)
@@ -79,7 +80,7 @@ def main() -> None:
         results["versions"].update(versions(str(PEERS), ["torch", "jax", "flax", "optax"]))
         results["PyTorch"] = run(str(PEERS), "torch_steps", *common)
         results["Flax"] = run(str(PEERS), "flax_steps", *common)
-    results["Kernel"] = run(sys.executable, "kernel", *(["--quick"] if options.quick else []))
+    results["Kernel"] = run(sys.executable, "kernel", *quick)
     if options.quick:
         print(report.markdown(results))
         return
