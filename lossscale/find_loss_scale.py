@@ -182,8 +182,8 @@ def find_loss_scale(
     Zeros that ReLU, pooling and dropout make are zero in `truth` too and don't count. What flushes even there can't
     be seen. The gradients are those of one step in training mode, before anything is divided by the scale.
 
-    Everything is done on a copy of the network: weights, statistics, random state and mode stay. GRAPH_MODE's
-    dropout gives other zeros on each run; where two runs differ, PYNATIVE_MODE is taken, which repeats.
+    Everything is done on a copy of the network: weights, statistics and random state stay. Dropout gives other zeros
+    on each run of the same cell; where two runs differ, each takes a new copy (slower: it is compiled anew).
 
     Args:
         network: the network, as it is trained.
@@ -200,8 +200,8 @@ def find_loss_scale(
 
     Raises:
         TypeError: if an argument has the wrong type.
-        ValueError: if there is no batch, the loss or the gradients at scale 1 are not finite, or nothing of the
-            backward pass is in float16.
+        ValueError: if there is no batch, the loss or the gradients at scale 1 are not finite, nothing of the
+            backward pass is in float16, or runs from the same seed differ.
         ImportError: if `progress` is asked for and tqdm is not installed.
 
     Supported Platforms:
@@ -229,8 +229,7 @@ def find_loss_scale(
     with _undisturbed(), bar as shown:
         runs = _Runs(network, loss_fn, amp_level, seed)
         runs.settle(batches[0])
-        weights = [weight.name for weight in runs.weights]
-        statistics = [GradientStatistics(name) for name in weights]
+        statistics = [GradientStatistics(name) for name in runs.names]
         for inputs in batches:
             _measure(runs, inputs, statistics, shown)
     total = GradientStatistics("all")
@@ -263,21 +262,29 @@ class _Runs:
     """Runs a copy of the network at any scale, each run from the same seed."""
 
     def __init__(self, network: nn.Cell, loss_fn: Optional[nn.Cell], amp_level: Optional[str], seed: int):
-        copied = copy.deepcopy(network)
-        loss_fn = copy.deepcopy(loss_fn)
+        self.network, self.loss_fn, self.amp_level, self.seed = network, loss_fn, amp_level, seed
+        self.fresh = False  # whether each run takes a new copy, whose dropout starts anew
+        self.cell = self.build()
+        self.names = [weight.name for weight in self.cell.weights]
+
+    def build(self) -> _ScaledGradients:
+        """Return a cell that gives the gradients of a new copy."""
+        copied, loss_fn = copy.deepcopy((self.network, self.loss_fn))
         weights = copied.trainable_params()
-        if amp_level is None:
+        if self.amp_level is None:
             with_loss = copied if loss_fn is None else nn.WithLossCell(copied, loss_fn)
         else:
             # MindSpore's own way to cast a network and to put the loss behind it, in float32.
             optimizer = nn.SGD(weights, learning_rate=1.0)
-            with_loss = amp.build_train_network(copied, optimizer, loss_fn, amp_level, loss_scale_manager=None).network
-        self.weights = ms.ParameterTuple(weights)
-        self.seed = seed
-        self.cell = _ScaledGradients(with_loss, self.weights).set_train()
+            train_cell = amp.build_train_network(copied, optimizer, loss_fn, self.amp_level, loss_scale_manager=None)
+            with_loss = train_cell.network
+        return _ScaledGradients(with_loss, ms.ParameterTuple(weights)).set_train()
 
     def __call__(self, scale: float, inputs: tuple) -> tuple:
         """Return the loss, and the gradients at `scale` as numpy arrays."""
+        if self.fresh:
+            ms.set_seed(self.seed)
+            self.cell = self.build()
         ms.set_seed(self.seed)
         loss, grads = self.cell(Tensor(scale, ms.float32), *inputs)
         return float(loss.asnumpy()), [grad.float().asnumpy() for grad in grads]
@@ -289,12 +296,16 @@ class _Runs:
             raise ValueError(
                 f"The loss of the first batch is {loss}: no loss scale can help; look at the forward pass."
             )
-        bad = [weight.name for weight, grad in zip(self.weights, first) if not np.isfinite(grad).all()]
+        bad = [name for name, grad in zip(self.names, first) if not np.isfinite(grad).all()]
         if bad:
             raise ValueError(f"The gradients of {_names(bad)} are inf or nan at scale 1: no larger scale can help.")
         if not _equal(first, self(1.0, inputs)[1]):
-            ms.set_context(mode=ms.PYNATIVE_MODE)
+            self.fresh = True
             first = self(1.0, inputs)[1]
+            if not _equal(first, self(1.0, inputs)[1]):
+                raise ValueError(
+                    "The network's gradients differ from run to run with the same seed: nothing to compare."
+                )
         if all(_equal([g * np.float32(s) for g in first], self(s, inputs)[1]) for s in (2.0**16, 2.0**32)):
             raise ValueError(
                 "Nothing of this backward pass is in float16: its gradients are exact multiples at scales 1, 2**16 "
@@ -342,12 +353,11 @@ def _batches(batch: tuple) -> list:
 
 @contextlib.contextmanager
 def _undisturbed() -> Iterator[None]:
-    """Put mode and random states back at the end."""
-    mode, seed, numpy_state, state = ms.get_context("mode"), ms.get_seed(), np.random.get_state(), ms.get_rng_state()
+    """Put the random states back at the end."""
+    seed, numpy_state, state = ms.get_seed(), np.random.get_state(), ms.get_rng_state()
     try:
         yield
     finally:
-        ms.set_context(mode=mode)
         if seed is not None:
             ms.set_seed(seed)
         np.random.set_state(numpy_state)
