@@ -18,7 +18,7 @@ $(STAMP): setup.py pyproject.toml
 	$(RUN) -m pip install --quiet --disable-pip-version-check --editable ".[dev]"
 	touch $@
 
-train: install  ## train LeNet on real digits with dynamic loss scaling
+train: install  ## train LeNet on real digits with dynamic loss scaling, and draw what happened (out/*.png)
 	$(RUN) -m examples.lenet
 
 test: install  ## run the tests, with coverage

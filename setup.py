@@ -8,7 +8,9 @@ from setuptools import Extension, find_packages, setup
 ROOT = Path(__file__).parent
 VERSION = re.search(r'^__version__ = "(.+)"$', (ROOT / "lossscale/__init__.py").read_text(), re.M).group(1)
 
-EXAMPLES = ["scikit-learn>=1.3", "tqdm>=4.60"]
+PROGRESS = ["tqdm>=4.60"]
+PLOT = ["matplotlib>=3.7"]
+EXAMPLES = ["scikit-learn>=1.3", *PROGRESS, *PLOT]
 TEST = ["hypothesis==6.170.15", "pytest==9.2.0", "pytest-cov==7.1.0", *EXAMPLES]
 DEV = ["mypy==2.4.1", "ruff==0.17.5", *TEST]
 
@@ -54,6 +56,7 @@ setup(
     python_requires=">=3.9",
     # Every numpy 2 breaks operators of MindSpore 2.7 to 2.10 on CPU, whatever its own metadata says.
     install_requires=["mindspore>=2.7,<3", "numpy<2"],
-    extras_require={"examples": EXAMPLES, "test": TEST, "dev": DEV},
+    entry_points={"console_scripts": ["lossscale=lossscale.cli:main"]},
+    extras_require={"progress": PROGRESS, "plot": PLOT, "examples": EXAMPLES, "test": TEST, "dev": DEV},
     zip_safe=False,
 )

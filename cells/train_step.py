@@ -140,7 +140,10 @@ class TrainOneStepWithLossScaleCell(nn.TrainOneStepWithLossScaleCell):
         # A list, because a Parameter set as an attribute would go into checkpoints, where it has no business. Nobody
         # prefixes its name there, and two train cells in one graph need two.
         flags = Tensor(np.zeros(len(self.weights), np.bool_))
-        self._overflow_flags = [Parameter(flags, name=f"overflow_flags.{next(_steps)}", requires_grad=False)]
+        number = next(_steps)
+        self._overflow_flags = [Parameter(flags, name=f"overflow_flags.{number}", requires_grad=False)]
+        seen = Tensor(False, mstype.bool_)
+        self._overflow_seen = [Parameter(seen, name=f"overflow_seen.{number}", requires_grad=False)]
 
         self.outputs = names
         self.places = tuple(OUTPUTS.index(name) for name in names)
@@ -340,15 +343,18 @@ class TrainOneStepWithLossScaleCell(nn.TrainOneStepWithLossScaleCell):
         """Keep which gradients held inf or nan, for `nonfinite_parameters`. Runs on overflow only."""
         if not self.check_here or self.sparse_gradients:
             flags = self.gradients.nonfinite_flags(unscaled)
-        return ops.assign(self._overflow_flags[0], flags)
+        seen = ops.assign(self._overflow_seen[0], Tensor(True, mstype.bool_))
+        return ops.depend(ops.assign(self._overflow_flags[0], flags), seen)
 
     def nonfinite_parameters(self) -> list:
         """Return the names of the parameters whose gradients held inf or nan at the last overflow.
 
-        Empty before the first one. Reads the device.
+        Empty before the first one; ["unknown"] where an overflow left no inf or nan, as in Ascend's saturation mode,
+        where the device reports overflow but clips to the largest number. Reads the device.
         """
         flags = self._overflow_flags[0].asnumpy()
-        return [weight.name for weight, flag in zip(self.weights, flags) if flag]
+        names = [weight.name for weight, flag in zip(self.weights, flags) if flag]
+        return names or (["unknown"] if self._overflow_seen[0].asnumpy() else [])
 
     def get_overflow_status(self, status: Any, compute_output: Any) -> Tensor:
         """Return whether `compute_output`, a tuple of gradients, overflowed on any device.

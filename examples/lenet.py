@@ -5,14 +5,21 @@ import sys
 from pathlib import Path
 
 import mindspore as ms
-from mindspore import nn
+from mindspore import Tensor, nn
+from mindspore.train import Callback
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # for `python examples/lenet.py`
 
 from examples.data import batches, digits, mnist
 from examples.nets import LeNet5
-from examples.progress import Progress
-from lossscale import DynamicLossScaleManager, FixedLossScaleManager, Model
+from lossscale import (
+    DynamicLossScaleManager,
+    FixedLossScaleManager,
+    LossScaleMonitor,
+    Model,
+    find_loss_scale,
+    plot_history,
+)
 
 FIXED_SCALE = 1024.0
 
@@ -32,6 +39,7 @@ def parse_arguments():
     parser.add_argument("--batch-size", type=int, default=32)
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--data-dir", help="a folder with the four MNIST idx files, in place of the digits")
+    parser.add_argument("--out-dir", default="out", help="where the history and the pictures go")
     return parser.parse_args()
 
 
@@ -43,6 +51,34 @@ def make_manager(name):
     if name == "fixed-keep":
         return FixedLossScaleManager(FIXED_SCALE, drop_overflow_update=False)
     return None
+
+
+class EpochLine(Callback):
+    """One line an epoch: loss, test accuracy, loss scale, overflows so far."""
+
+    def __init__(self, monitor):
+        super().__init__()
+        self.monitor = monitor
+
+    def on_train_epoch_end(self, run_context):
+        params = run_context.original_args()
+        steps = self.monitor.history[-params.batch_num :]
+        self.monitor.write(
+            f"epoch {params.cur_epoch_num:2d}: loss={sum(step['loss'] for step in steps) / len(steps):.4f} "
+            f"accuracy={params.eval_results['accuracy']:.4f} loss_scale={steps[-1]['next_loss_scale']:.0f} "
+            f"overflows={steps[-1]['overflows']}"
+        )
+
+
+class WithFloat32(nn.Cell):
+    """A loss function of float32, as the amp levels compute it."""
+
+    def __init__(self, loss_fn):
+        super().__init__()
+        self.loss_fn = loss_fn
+
+    def construct(self, logits, labels):
+        return self.loss_fn(logits.astype(ms.float32), labels)
 
 
 def main():
@@ -69,14 +105,23 @@ def main():
         loss_scale_manager=make_manager(args.manager),
     )
 
-    progress = Progress(fixed_scale=in_optimizer)
-    model.fit(args.epochs, train_batches, test_batches, callbacks=[progress])
+    out = Path(args.out_dir)
+    monitor = LossScaleMonitor(out / "lenet.jsonl")
+    model.fit(args.epochs, train_batches, test_batches, callbacks=[monitor, EpochLine(monitor)])
 
     accuracy = model.eval(test_batches)["accuracy"]
+    pictures = [plot_history(monitor.history, out / "lenet_history.png")]
+    if args.amp_level != "O0":
+        sample = [(Tensor(train_data[0][i : i + 32]), Tensor(train_data[1][i : i + 32])) for i in (0, 32, 64, 96)]
+        loss_fn = nn.SoftmaxCrossEntropyWithLogits(sparse=True, reduction="mean")
+        report = find_loss_scale(network, WithFloat32(loss_fn), sample)
+        pictures.append(report.plot(out / "lenet_gradients.png"))
+    last = monitor.history[-1]
     print(
-        f"accuracy={accuracy:.4f} loss_scale={progress.loss_scale:.0f} "
-        f"overflows={progress.overflows} steps={progress.steps}"
+        f"accuracy={accuracy:.4f} loss_scale={last['next_loss_scale'] * in_optimizer:.0f} "
+        f"overflows={last['overflows']} steps={last['step']}"
     )
+    print("pictures: " + ", ".join(map(str, pictures)))
 
 
 if __name__ == "__main__":

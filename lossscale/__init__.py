@@ -14,10 +14,14 @@ from lossscale._cells import (
     TrainOneStepWithLossScaleCell,
     backend,
 )
+from lossscale.find_loss_scale import LossScaleReport, find_loss_scale
 from lossscale.finite import NonfiniteGradient, all_finite, find_nonfinite
 from lossscale.grad_scaler import GradScaler
+from lossscale.history import read_history
 from lossscale.managers import DynamicLossScaleManager, FixedLossScaleManager, LossScaleManager
 from lossscale.model import Model
+from lossscale.monitor import LossScaleMonitor
+from lossscale.plot import plot_history
 from lossscale.scalers import DynamicLossScaler, LossScaler, NoOpLossScaler, StaticLossScaler
 from lossscale.train_network import build_train_network
 
@@ -38,6 +42,8 @@ __all__ = [
     "FusedMomentum",
     "GradScaler",
     "LossScaleManager",
+    "LossScaleMonitor",
+    "LossScaleReport",
     "LossScaleUpdateCell",
     "LossScaler",
     "Model",
@@ -48,5 +54,8 @@ __all__ = [
     "all_finite",
     "backend",
     "build_train_network",
+    "find_loss_scale",
     "find_nonfinite",
+    "plot_history",
+    "read_history",
 ]

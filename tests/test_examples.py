@@ -32,7 +32,10 @@ def run(*arguments, code=0):
 
 def last_line(output):
     """Return the values of a last line `name=value name=value`."""
-    return {name: float(value) for name, value in re.findall(r"(\w+)=([\d.]+)", output.splitlines()[-1])}
+    return {
+        name: float(value)
+        for name, value in re.findall(r"(\w+)=([\d.]+)", output.split("pictures:")[0].splitlines()[-1])
+    }
 
 
 def test_lenet_reaches_the_accuracy_and_its_scale_settles():
@@ -45,6 +48,9 @@ def test_lenet_reaches_the_accuracy_and_its_scale_settles():
     assert result["loss_scale"] == 2**24 / 2 ** result["overflows"]  # no growth in fewer than 2000 steps
     assert len(scales) == 15
     assert scales[-1] == scales[-5] == result["loss_scale"]
+    pictures = output.splitlines()[-1].removeprefix("pictures: ").split(", ")
+    assert pictures == ["out/lenet_history.png", "out/lenet_gradients.png"]
+    assert all((ROOT / picture).stat().st_size > 10_000 for picture in pictures)
 
 
 @pytest.mark.parametrize(
