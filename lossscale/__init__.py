@@ -12,6 +12,7 @@ from lossscale._cells import (
     TrainOneStepWithLossScaleCell,
     backend,
 )
+from lossscale.checkpoint import load_train_state, save_train_state
 from lossscale.managers import DynamicLossScaleManager, FixedLossScaleManager, LossScaleManager
 from lossscale.model import Model
 from lossscale.train_network import build_train_network
@@ -34,4 +35,6 @@ __all__ = [
     "TrainOneStepWithLossScaleCell",
     "backend",
     "build_train_network",
+    "load_train_state",
+    "save_train_state",
 ]

@@ -1,0 +1,136 @@
+"""Worker: train steps of all kinds on every rank of one job, written to a folder for the tests to judge.
+
+As a module, `sweep` is what the tests run on one process, with the batches of all ranks, as the oracle.
+"""
+
+import sys
+import time
+from pathlib import Path
+
+import mindspore as ms
+import numpy as np
+from mindspore import Tensor, communication, nn, ops
+
+from lossscale import DynamicLossScaleUpdateCell, TrainOneStepWithLossScaleCell
+from tests.nets import Poisoned, batch, mlp
+from tests.oracles import parameters
+
+STEPS = 5
+ROWS = 4
+MICRO = 2
+
+
+def settings(mode):
+    """Set MindSpore's mode by its short name: O0, O1 or PYNATIVE."""
+    if mode == "PYNATIVE":
+        ms.set_context(mode=ms.PYNATIVE_MODE)
+    else:
+        ms.set_context(mode=ms.GRAPH_MODE, jit_config={"jit_level": mode})
+
+
+def train_cell(kind=TrainOneStepWithLossScaleCell, window=2, **options):
+    """A small train cell with momentum and a dynamic scale, the same on every call and rank."""
+    ms.set_seed(7)
+    np.random.seed(7)
+    net = Poisoned(nn.WithLossCell(mlp(), nn.MSELoss()))
+    optimizer = nn.Momentum(net.trainable_params(), 0.05, 0.9)
+    return kind(net, optimizer, DynamicLossScaleUpdateCell(1024.0, 2, window), **options)
+
+
+class ChecksLocalGradients(TrainOneStepWithLossScaleCell):
+    """A third-party train cell that asks for the overflow before it reduces."""
+
+    def construct(self, x, y, poison):
+        scale = self.scale_sense * 1.0
+        loss = self.network(x, y, poison)
+        grads = self.scaled_gradients((x, y, poison), loss, scale)
+        overflow = self.get_overflow_status(Tensor([0] * 8, ms.int32), grads)
+        unscaled, _, _ = self.unscale_and_check(grads, grads, scale)
+        skip = self.process_loss_scale(overflow)
+        if not skip:
+            loss = ops.depend(loss, self.optimizer(unscaled))
+        return loss, overflow, self.scale_sense * 1.0
+
+
+def poison(bad):
+    return Tensor(np.array([0, 0, np.inf if bad else 0, 0], np.float32))
+
+
+def rows_of(step, ranks, rank=None):
+    """The rows of one rank in one step, or of all ranks together."""
+    x, y = batch(size=ROWS * ranks, seed=step)
+    rows = slice(None) if rank is None else slice(rank * ROWS, (rank + 1) * ROWS)
+    return Tensor(x.asnumpy()[rows]), Tensor(y.asnumpy()[rows])
+
+
+def restore(cell, values):
+    ms.load_param_into_net(cell, {name: ms.Parameter(Tensor(v.copy()), name=name) for name, v in values.items()})
+
+
+def sweep(cell, ranks, rank=None):
+    """Train with an overflow on each (rank, step) in turn, and with none; `rank` None is one process with all rows.
+
+    Returns:
+        (losses, overflow flags, scales), each of shape (cases, STEPS), and the weights after each case.
+    """
+    first = parameters(cell)
+    cases = [None] + [(bad_rank, step) for bad_rank in range(ranks) for step in range(STEPS)]
+    outputs, weights = [], []
+    for case in cases:
+        restore(cell, first)
+        row = []
+        for step in range(STEPS):
+            bad = case is not None and step == case[1] and rank in (None, case[0])
+            row.append([float(value) for value in cell(*rows_of(step, ranks, rank), poison(bad))])
+        outputs.append(row)
+        weights.append(np.concatenate([w.asnumpy().ravel() for w in cell.weights]))
+    losses, overflows, scales = np.array(outputs).transpose(2, 0, 1)
+    return {"losses": losses, "overflows": overflows, "scales": scales, "weights": np.array(weights)}
+
+
+def micro_steps_alone(rank, folder):
+    """Rank 1 waits outside while rank 0 takes all but the last micro-step of a window: they must not communicate."""
+    cell = train_cell(accumulate_steps=3)
+    done = folder / "micro_steps_done"
+    cell_inputs = [(*rows_of(step, 2, rank), poison(False)) for step in range(3)]
+    deadline = time.monotonic() + 60
+    cell(*cell_inputs[0])  # together: the ranks compare their scales on the first call
+    if rank == 0:
+        cell(*cell_inputs[1])
+        done.touch()
+    else:
+        while not done.exists():
+            if time.monotonic() > deadline:
+                raise SystemExit("rank 0 waits for rank 1 in a micro-step that ends no window")
+            time.sleep(0.05)
+        cell(*cell_inputs[1])
+    cell(*cell_inputs[2])
+
+
+def accumulated(cell, ranks, rank, bad_rank):
+    """Three windows of MICRO micro-steps, the second with an overflow on one rank in its first micro-step."""
+    outputs = []
+    for step in range(3 * MICRO):
+        bad = step == MICRO and rank in (None, bad_rank)
+        outputs.append([float(value) for value in cell(*rows_of(step, ranks, rank), poison(bad))][1:])
+    weights = np.concatenate([w.asnumpy().ravel() for w in cell.weights])
+    return {"accumulated": np.array(outputs), "accumulated_weights": weights}
+
+
+def main(mode, folder, bad_rank):
+    settings(mode)
+    communication.init()
+    ms.set_auto_parallel_context(parallel_mode=ms.ParallelMode.DATA_PARALLEL, gradients_mean=True)
+    ranks, rank = communication.get_group_size(), communication.get_rank()
+    folder = Path(folder)
+    found = sweep(train_cell(), ranks, rank)
+    found.update(accumulated(train_cell(accumulate_steps=MICRO), ranks, rank, int(bad_rank)))
+    local = sweep(train_cell(ChecksLocalGradients), ranks, rank)
+    found.update({f"local_{name}": values for name, values in local.items()})
+    np.savez(folder / f"rank_{rank}.npz", **found)
+    if ranks == 2:
+        micro_steps_alone(rank, folder)
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
