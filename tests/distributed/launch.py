@@ -1,5 +1,6 @@
 """Start a worker module on several ranks by MindSpore's own launcher; bounded in time, nothing left behind."""
 
+import contextlib
 import os
 import signal
 import socket
@@ -54,10 +55,8 @@ def end(process, logs, timeout):
 
 def kill_group(process):
     """Kill msrun, its scheduler and its workers at once, as a crash of the machine would."""
-    try:
+    with contextlib.suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
-    except ProcessLookupError:
-        pass
     process.wait()
 
 

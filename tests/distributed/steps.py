@@ -117,6 +117,26 @@ def accumulated(cell, ranks, rank, bad_rank):
     return {"accumulated": np.array(outputs), "accumulated_weights": weights}
 
 
+def all_reduces(cell, rank, folder):
+    """How many AllReduce nodes the compiled step of a train cell holds, by MindSpore's own dump of the graph."""
+    ms.set_context(save_graphs=1, save_graphs_path=str(folder))
+    cell(*rows_of(0, 2, rank), poison(False))
+    ms.set_context(save_graphs=0)
+    graphs = sorted(folder.rglob("*_validate_*.ir"))
+    return [graph.read_text().count("= AllReduce(") for graph in graphs]
+
+
+def different_scales(rank):
+    """The error of ranks that start with different scales."""
+    cell = train_cell()
+    cell.set_sense_scale(Tensor(1024.0 * 2**rank))
+    try:
+        cell(*rows_of(0, 2, rank), poison(False))
+    except RuntimeError as error:
+        return str(error)
+    return "no error"
+
+
 def main(mode, folder, bad_rank):
     settings(mode)
     communication.init()
@@ -127,6 +147,14 @@ def main(mode, folder, bad_rank):
     found.update(accumulated(train_cell(accumulate_steps=MICRO), ranks, rank, int(bad_rank)))
     local = sweep(train_cell(ChecksLocalGradients), ranks, rank)
     found.update({f"local_{name}": values for name, values in local.items()})
+    found["different_scales"] = different_scales(rank)
+    if mode != "PYNATIVE" and ranks == 2:
+        for name, cell in (
+            ("plain", train_cell()),
+            ("accumulating", train_cell(accumulate_steps=MICRO)),
+            ("local", train_cell(ChecksLocalGradients)),
+        ):
+            found[f"all_reduces_{name}"] = all_reduces(cell, rank, folder / f"graphs_{name}_{rank}")
     np.savez(folder / f"rank_{rank}.npz", **found)
     if ranks == 2:
         micro_steps_alone(rank, folder)

@@ -76,3 +76,21 @@ def test_accumulated_windows_are_those_of_one_process(job):
     np.testing.assert_array_equal(found[0]["accumulated"], alone["accumulated"])
     assert alone["accumulated"][:, 0].tolist() == [0, 0, 0, 1, 0, 0]
     np.testing.assert_allclose(found[0]["accumulated_weights"], alone["accumulated_weights"], rtol=1e-5, atol=1e-6)
+
+
+def test_no_more_collectives_than_needed(job):
+    found, _ = job
+    if "all_reduces_plain" not in found[0]:
+        pytest.skip("graphs are dumped in GRAPH_MODE, on 2 ranks")
+    weights = 4
+    for rank in found:
+        assert rank["all_reduces_plain"].tolist() == [weights]  # inf has spread: no flag is sent
+        assert rank["all_reduces_accumulating"].tolist() == [weights]
+        assert rank["all_reduces_local"].tolist() == [weights + 1]
+
+
+def test_ranks_with_different_scales_are_stopped_at_the_first_step(job):
+    found, _ = job
+    scales = [1024.0 * 2**rank for rank in range(len(found))]
+    for rank in found:
+        assert f"different values of 'scale_sense': {scales}" in str(rank["different_scales"])
