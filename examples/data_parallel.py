@@ -73,7 +73,7 @@ def main():
     overflows = 0
     for step in tqdm(range(first_step, steps), unit="step", disable=bool(rank), dynamic_ncols=True):
         rows = rows_of_step(step, steps_per_epoch, len(labels), args.batch_size, rank)
-        _, overflow, loss_scale = train_cell(Tensor(images[rows]), Tensor(labels[rows]))
+        _, overflow, _ = train_cell(Tensor(images[rows]), Tensor(labels[rows]))
         overflows += int(overflow.asnumpy())
         if args.checkpoints and (step + 1) % steps_per_epoch == 0:
             save_train_state(args.checkpoints, train_cell, step + 1)

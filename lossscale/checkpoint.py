@@ -212,11 +212,11 @@ def _varint(content: memoryview, position: int) -> tuple[int, int]:
 
 def _check_fits(path: Path, saved: dict[str, Any], step: int, wanted: dict[str, Parameter]) -> None:
     """Remove the step from `saved`; raise ValueError if the rest is not exactly what `wanted` needs."""
-    stored = saved.pop(_STEP, None)
-    if stored is None or int(stored) != step:
+    stored = int(saved.pop(_STEP, 0))
+    if stored != step:
         raise ValueError(
-            f"The checkpoint {path} should hold '{_STEP}' = {step}, but holds {stored if stored is None else int(stored)}: "
-            "it was not written by save_train_state, or was renamed."
+            f"The checkpoint {path} should hold '{_STEP}' = {step}, but holds {stored or None}: it was not written by "
+            "save_train_state, or was renamed."
         )
     missing = sorted(set(wanted) - set(saved))
     unknown = sorted(set(saved) - set(wanted))
@@ -229,6 +229,6 @@ def _check_fits(path: Path, saved: dict[str, Any], step: int, wanted: dict[str, 
         value = saved[name]
         if value.shape != parameter.shape or value.dtype != parameter.dtype:
             raise ValueError(
-                f"The checkpoint {path} is of another train cell: its '{name}' is {value.dtype} of shape {value.shape}, "
-                f"but {parameter.dtype} of shape {parameter.shape} is needed."
+                f"The checkpoint {path} is of another train cell: its '{name}' is {value.dtype} of shape "
+                f"{value.shape}, but {parameter.dtype} of shape {parameter.shape} is needed."
             )

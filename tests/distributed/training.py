@@ -23,6 +23,7 @@ from tests.oracles import parameters
 
 STEPS = 8
 EVERY = 2
+LIMITS = resource.getrlimit(resource.RLIMIT_FSIZE)
 OVERFLOWS = {1: 0, 4: 1}  # step: rank
 FAULT = 5  # the step of a kill, and the one after whose end a save fails
 
@@ -31,7 +32,7 @@ def fail_while_saving(fault, folder):
     """Let the next save hang after its third Parameter, or run into a full disk."""
     if fault == "full":
         signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-        resource.setrlimit(resource.RLIMIT_FSIZE, (600, resource.getrlimit(resource.RLIMIT_FSIZE)[1]))
+        resource.setrlimit(resource.RLIMIT_FSIZE, (600, LIMITS[1]))
         return
     write, written = serialization._write_parameter_bytes_data, []
 
@@ -66,7 +67,10 @@ def main(folder, fault=""):
         if (step + 1) % EVERY == 0:
             if fault in ("write", "full") and last and step == FAULT:
                 fail_while_saving(fault, folder)
-            save_train_state(folder / "checkpoints", cell, step + 1)
+            try:
+                save_train_state(folder / "checkpoints", cell, step + 1)
+            finally:
+                resource.setrlimit(resource.RLIMIT_FSIZE, LIMITS)  # the log is a file too
     np.savez(folder / f"end_{rank}.npz", **parameters(cell))
 
 

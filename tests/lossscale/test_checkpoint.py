@@ -144,7 +144,7 @@ def test_a_full_disk_leaves_the_previous_checkpoint(tmp_path):
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (len(content) // 2, limits[1]))
     try:
-        with pytest.raises(OSError, match="step_0000000002.ckpt could not be written"):
+        with pytest.raises(OSError, match=r"step_0000000002\.ckpt could not be written"):
             save_train_state(tmp_path, cell, 2)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
