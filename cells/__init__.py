@@ -4,6 +4,7 @@ from cells._backend import backend
 from cells.clip import ClipByGlobalNorm, ClipByNorm, ClipByValue
 from cells.custom_train_step import CustomTrainOneStepCell
 from cells.ema import EMA
+from cells.fused import FusedAdamWeightDecay, FusedMomentum
 from cells.train_step import TrainOneStepWithLossScaleCell
 from cells.update import DynamicLossScaleUpdateCell, FixedLossScaleUpdateCell, LossScaleUpdateCell
 
@@ -15,6 +16,8 @@ __all__ = [
     "CustomTrainOneStepCell",
     "DynamicLossScaleUpdateCell",
     "FixedLossScaleUpdateCell",
+    "FusedAdamWeightDecay",
+    "FusedMomentum",
     "LossScaleUpdateCell",
     "TrainOneStepWithLossScaleCell",
     "backend",

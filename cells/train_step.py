@@ -156,6 +156,15 @@ class TrainOneStepWithLossScaleCell(nn.TrainOneStepWithLossScaleCell):
         self.reports_norm = "grad_norm" in names or self.skip_above is not None
         self.reports_rate = "learning_rate" in names
         self.ema = ema
+        # A fused optimizer unscales, checks, skips and steps by itself: only where nothing comes between.
+        between = (accumulate_steps > 1, clip_grad, ema, self.reports_norm, not self.plain_skip, sparse)
+        self.fused_optimizer = (
+            getattr(optimizer, "takes_scaled_gradients", False)
+            and self.check_here
+            and not any(between)
+            and isinstance(scale_sense, (Tensor, LossScaleUpdateCell))
+            and not self._overrides_a_fused_stage()
+        )
         if ema is not None and not ema.is_bound:
             ema.bind(self.weights)
         self._ranks_checked = not self.reducer_flag
@@ -203,6 +212,8 @@ class TrainOneStepWithLossScaleCell(nn.TrainOneStepWithLossScaleCell):
         Returns:
             Tuple (overflow, loss_scale, grad_norm, learning_rate, updated).
         """
+        if self.fused_optimizer:
+            return self.update_fused(totals, used, scale, keeps_scale)
         true_grads, overflow, flags, norm = self.unscale_clip_and_check(grads, totals, used)
         skip = overflow
         if not keeps_scale:
@@ -216,6 +227,21 @@ class TrainOneStepWithLossScaleCell(nn.TrainOneStepWithLossScaleCell):
             if overflow:
                 updated = ops.depend(updated, self.keep_flags(true_grads, flags))
         return overflow, scale, norm.astype(mstype.float32), rate, updated
+
+    def update_fused(self, grads: tuple, used: Tensor, scale: Tensor, keeps_scale: bool) -> tuple:
+        """Do what `update` does by an optimizer that takes scaled gradients, see `cells.fused`."""
+        rate = self.learning_rate()
+        overflow, flags = self.optimizer.apply_scaled_gradients(self.reduce(grads), used)
+        kept = self._overflow_flags[0]
+        overflow = ops.depend(overflow, ops.assign(kept, ops.select(overflow, flags, kept)))
+        if not keeps_scale:
+            overflow = ops.depend(overflow, self.process_loss_scale(overflow))
+            scale = self.scale_sense * 1.0
+        return overflow, scale, Tensor(0.0, mstype.float32), rate, ops.logical_not(overflow)
+
+    def _overrides_a_fused_stage(self) -> bool:
+        """Return whether a subclass has a say in what a fused optimizer would do by itself."""
+        return any(getattr(type(self), stage) is not getattr(TrainOneStepWithLossScaleCell, stage) for stage in _FUSED)
 
     def skips(self, overflow: Tensor, norm: Tensor) -> Tensor:
         """Return whether this step leaves the weights: on overflow if that is dropped, and on a spike of the norm."""
@@ -366,6 +392,17 @@ class TrainOneStepWithLossScaleCell(nn.TrainOneStepWithLossScaleCell):
                 "set the scale after its last micro-step."
             )
         ops.assign(self.scale_sense, value.reshape(self.scale_sense.shape))
+
+
+# The stages that a fused optimizer takes over.
+_FUSED = (
+    "unscale_clip_and_check",
+    "unscale_and_check",
+    "process_loss_scale",
+    "step_or_keep_flags",
+    "step",
+    "keep_flags",
+)
 
 
 def _checked_scale_sense(scale_sense: Any, owner: str) -> Any:

@@ -8,13 +8,18 @@ from lossscale._cells import (
     CustomTrainOneStepCell,
     DynamicLossScaleUpdateCell,
     FixedLossScaleUpdateCell,
+    FusedAdamWeightDecay,
+    FusedMomentum,
     LossScaleUpdateCell,
     TrainOneStepWithLossScaleCell,
     backend,
 )
 from lossscale.checkpoint import load_train_state, save_train_state
+from lossscale.finite import NonfiniteGradient, all_finite, find_nonfinite
+from lossscale.grad_scaler import GradScaler
 from lossscale.managers import DynamicLossScaleManager, FixedLossScaleManager, LossScaleManager
 from lossscale.model import Model
+from lossscale.scalers import DynamicLossScaler, LossScaler, NoOpLossScaler, StaticLossScaler
 from lossscale.train_network import build_train_network
 
 __version__ = "0.1.0"
@@ -27,14 +32,24 @@ __all__ = [
     "CustomTrainOneStepCell",
     "DynamicLossScaleManager",
     "DynamicLossScaleUpdateCell",
+    "DynamicLossScaler",
     "FixedLossScaleManager",
     "FixedLossScaleUpdateCell",
+    "FusedAdamWeightDecay",
+    "FusedMomentum",
+    "GradScaler",
     "LossScaleManager",
     "LossScaleUpdateCell",
+    "LossScaler",
     "Model",
+    "NoOpLossScaler",
+    "NonfiniteGradient",
+    "StaticLossScaler",
     "TrainOneStepWithLossScaleCell",
+    "all_finite",
     "backend",
     "build_train_network",
+    "find_nonfinite",
     "load_train_state",
     "save_train_state",
 ]

@@ -67,6 +67,28 @@ def parameters(cell):
     return {p.name: p.asnumpy().copy() for p in cell.get_parameters()}
 
 
+class TorchScale:
+    """The rule of PyTorch's GradScaler: products in float64, rounded to float32 once; stopped at 2**-126 as ours is."""
+
+    def __init__(self, scale, growth, backoff, interval):
+        self.scale, self.growth, self.backoff, self.interval = np.float32(scale), growth, backoff, interval
+        self.tracker = 0
+
+    def update(self, overflow):
+        """Take note of one iteration."""
+        if overflow:
+            smaller = np.float32(float(self.scale) * self.backoff)
+            self.scale = min(self.scale, max(smaller, np.finfo(np.float32).tiny))
+            self.tracker = 0
+            return
+        self.tracker += 1
+        if self.tracker == self.interval:
+            with np.errstate(over="ignore"):
+                larger = np.float32(float(self.scale) * self.growth)
+            self.scale = larger if np.isfinite(larger) else self.scale
+            self.tracker = 0
+
+
 class WholeStep:
     """The whole train step in numpy: plain gradient descent on weights whose gradients are given."""
 

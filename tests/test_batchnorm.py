@@ -71,3 +71,16 @@ def test_spoilt_statistics_do_not_heal_by_clean_steps_and_inference_is_lost(mode
         assert np.isfinite(net(Tensor(x), one, one).asnumpy())  # training goes on as if nothing were wrong
     net.set_train(False)
     assert not np.isfinite(net(Tensor(x), one, one).asnumpy())
+
+
+def test_reset_statistics_make_inference_finite_again(mode):
+    x, _, net = run_one_step(gain_before=FLOAT16_MAX)
+    net.norm.moving_mean.set_data(Tensor(np.zeros(3, np.float32)))
+    net.norm.moving_variance.set_data(Tensor(np.ones(3, np.float32)))
+    one = Tensor(1.0, ms.float32)
+    net.set_train()
+    for _ in range(44):  # 0.9**44 < 1 %
+        net(Tensor(x), one, one)
+    np.testing.assert_allclose(net.norm.moving_mean.asnumpy(), x.mean(axis=0), rtol=0.02)
+    net.set_train(False)
+    assert np.isfinite(net(Tensor(x), one, one).asnumpy())

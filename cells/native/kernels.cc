@@ -233,6 +233,7 @@ LOSSSCALE_INLINE void UnscaleRow(const double *in, double factor, float *out, in
 }
 
 LOSSSCALE_INLINE void UnscaleRow(const Input &input, double factor, int64_t begin, float *out, int64_t size) {
+  const ExactSubnormals exact;
   switch (input.dtype) {
     case DType::kFloat16:
       return UnscaleRow(static_cast<const Half *>(input.data) + begin, factor, out, size);
@@ -334,8 +335,9 @@ void ForEach(std::vector<Block> *blocks, Work work) {
   const auto cores = static_cast<int64_t>(std::thread::hardware_concurrency());
   const int64_t wanted = std::min<int64_t>({values / kThreadValues, cores, kMostThreads});
   const auto workers = static_cast<size_t>(std::max<int64_t>(wanted, 1));
+  const uint64_t mode = FloatingPointMode();
   auto run = [&](size_t worker) {
-    const ExactSubnormals exact;
+    SetFloatingPointMode(mode);
     const size_t first = blocks->size() * worker / workers;
     const size_t last = blocks->size() * (worker + 1) / workers;
     for (size_t i = first; i < last; ++i) {
@@ -365,28 +367,30 @@ void ForEach(std::vector<Block> *blocks, Work work) {
 }  // namespace
 
 #if defined(__SSE2__)
-ExactSubnormals::ExactSubnormals() : saved_(_mm_getcsr()) {
-  constexpr unsigned kFlushToZero = 0x8000u;
-  constexpr unsigned kSubnormalsAreZero = 0x0040u;
-  _mm_setcsr(static_cast<unsigned>(saved_) & ~(kFlushToZero | kSubnormalsAreZero));
-}
-ExactSubnormals::~ExactSubnormals() { _mm_setcsr(static_cast<unsigned>(saved_)); }
+constexpr uint64_t kFlushing = 0x8040u;  // flush to zero, subnormals are zero
+uint64_t FloatingPointMode() { return _mm_getcsr(); }
+void SetFloatingPointMode(uint64_t mode) { _mm_setcsr(static_cast<unsigned>(mode)); }
 #elif defined(__aarch64__)
-ExactSubnormals::ExactSubnormals() : saved_(0) {
-  asm volatile("mrs %0, fpcr" : "=r"(saved_));
-  constexpr uint64_t kFlushToZero = uint64_t{1} << 24;
-  asm volatile("msr fpcr, %0" ::"r"(saved_ & ~kFlushToZero));
+constexpr uint64_t kFlushing = uint64_t{1} << 24;
+uint64_t FloatingPointMode() {
+  uint64_t mode = 0;
+  asm volatile("mrs %0, fpcr" : "=r"(mode));
+  return mode;
 }
-ExactSubnormals::~ExactSubnormals() { asm volatile("msr fpcr, %0" ::"r"(saved_)); }
+void SetFloatingPointMode(uint64_t mode) { asm volatile("msr fpcr, %0" ::"r"(mode)); }
 #else
-ExactSubnormals::ExactSubnormals() : saved_(0) {}
-ExactSubnormals::~ExactSubnormals() = default;
+constexpr uint64_t kFlushing = 0;
+uint64_t FloatingPointMode() { return 0; }
+void SetFloatingPointMode(uint64_t) {}
 #endif
+
+ExactSubnormals::ExactSubnormals() : saved_(FloatingPointMode()) { SetFloatingPointMode(saved_ & ~kFlushing); }
 
 void MultiplyAndCheck(double factor, const std::vector<Input> &inputs, void *const *outputs, bool *flags,
                       double *sum_of_squares) {
   std::vector<Block> blocks = BlocksOf(inputs, [](const Input &input) { return input.size; });
   const bool stream = outputs != nullptr && ValuesIn(blocks) > kStreamValues;
+  const ExactSubnormals exact;
   ForEach(&blocks, [&](Block *block) {
     void *out = outputs == nullptr ? nullptr : outputs[block->index];
     MultiplyBest(inputs[block->index], factor, out, stream, sum_of_squares != nullptr, block);

@@ -16,11 +16,15 @@ struct Input {
   DType dtype;
 };
 
-// Floating-point environment of IEEE 754 for one scope: subnormals count, whatever the calling thread has set.
+// The calling thread's floating-point mode; a host may have set it to flush subnormals to zero.
+uint64_t FloatingPointMode();
+void SetFloatingPointMode(uint64_t mode);
+
+// Arithmetic of IEEE 754 for one scope: subnormals count, whatever the calling thread has set.
 class ExactSubnormals {
  public:
   ExactSubnormals();
-  ~ExactSubnormals();
+  ~ExactSubnormals() { SetFloatingPointMode(saved_); }
   ExactSubnormals(const ExactSubnormals &) = delete;
   ExactSubnormals &operator=(const ExactSubnormals &) = delete;
 
@@ -58,6 +62,8 @@ struct AdamConstants {
   float epsilon;
 };
 
+// Gradients are multiplied by the factor exactly, then rounded to float32; the update itself is done in the calling
+// thread's floating-point mode, like the host's own optimizers.
 void ApplyMomentum(double factor, float momentum, const std::vector<MomentumTensor> &tensors);
 void ApplyAdamWeightDecay(double factor, const AdamConstants &constants, const std::vector<AdamTensor> &tensors);
 

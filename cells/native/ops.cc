@@ -1,4 +1,5 @@
 // MindSpore's entry points (ops.Custom, func_type="aot"). Each returns 0, or another number for a bad call.
+#include <algorithm>
 #include <cstring>
 #include <vector>
 
@@ -109,11 +110,15 @@ float Each(const Arguments &arguments, int i, int tensor) {
   return values[arguments.Size(i) == 1 ? 0 : tensor];
 }
 
-// Looks for overflow in n gradients times `factor`; the flags are the last two outputs.
-bool Overflows(const Arguments &arguments, double factor, const std::vector<Input> &gradients) {
+// Looks for overflow in n gradients times `factor`, if asked to; the flags are the last two outputs.
+bool Overflows(const Arguments &arguments, bool check, double factor, const std::vector<Input> &gradients) {
   auto *overflow = static_cast<bool *>(arguments.data[arguments.count - 2]);
   auto *flags = static_cast<bool *>(arguments.data[arguments.count - 1]);
-  lossscale::MultiplyAndCheck(factor, gradients, nullptr, flags, nullptr);
+  if (check) {
+    lossscale::MultiplyAndCheck(factor, gradients, nullptr, flags, nullptr);
+  } else {
+    std::fill(flags, flags + gradients.size(), false);
+  }
   *overflow = Any(flags, static_cast<int>(gradients.size()));
   return *overflow;
 }
@@ -131,7 +136,7 @@ LOSSSCALE_OP(lossscale_multiply) { return Multiply({count, data, ndims, shapes, 
 LOSSSCALE_OP(lossscale_check) { return Multiply({count, data, ndims, shapes, dtypes}, false, false, false, false); }
 LOSSSCALE_OP(lossscale_check_norm) { return Multiply({count, data, ndims, shapes, dtypes}, false, false, true, false); }
 
-// Inputs: scale, learning rates, weight decays, options (momentum, skips overflow), n gradients, n
+// Inputs: scale, learning rates, weight decays, options (momentum, checks), n gradients, n
 // weights, n moments; weights and moments are written in place. Outputs: overflow (1,), flags (n,).
 LOSSSCALE_OP(lossscale_momentum) {
   const Arguments arguments{count, data, ndims, shapes, dtypes};
@@ -140,7 +145,6 @@ LOSSSCALE_OP(lossscale_momentum) {
   if (n < 1 || kFixed + 3 * n + 2 != count) {
     return kBadCount;
   }
-  const lossscale::ExactSubnormals exact;
   double scale = 1;
   std::vector<Input> gradients;
   if (!arguments.GetScalar(0, &scale) || !arguments.Get(kFixed, n, &gradients)) {
@@ -148,7 +152,7 @@ LOSSSCALE_OP(lossscale_momentum) {
   }
   const double factor = 1 / scale;
   const auto *options = static_cast<const float *>(data[3]);
-  if (Overflows(arguments, factor, gradients) && options[1] != 0) {
+  if (Overflows(arguments, options[1] != 0, factor, gradients)) {
     return kDone;
   }
   std::vector<lossscale::MomentumTensor> tensors;
@@ -160,7 +164,7 @@ LOSSSCALE_OP(lossscale_momentum) {
   return kDone;
 }
 
-// Inputs: scale, learning rates, weight decays, options (beta1, beta2, epsilon, skips overflow), n gradients, n
+// Inputs: scale, learning rates, weight decays, options (beta1, beta2, epsilon, checks), n gradients, n
 // weights, n first and n second moments; the latter three are written in place. Outputs: overflow (1,), flags (n,).
 LOSSSCALE_OP(lossscale_adam_weight_decay) {
   const Arguments arguments{count, data, ndims, shapes, dtypes};
@@ -169,7 +173,6 @@ LOSSSCALE_OP(lossscale_adam_weight_decay) {
   if (n < 1 || kFixed + 4 * n + 2 != count) {
     return kBadCount;
   }
-  const lossscale::ExactSubnormals exact;
   double scale = 1;
   std::vector<Input> gradients;
   if (!arguments.GetScalar(0, &scale) || !arguments.Get(kFixed, n, &gradients)) {
@@ -177,7 +180,7 @@ LOSSSCALE_OP(lossscale_adam_weight_decay) {
   }
   const double factor = 1 / scale;
   const auto *options = static_cast<const float *>(data[3]);
-  if (Overflows(arguments, factor, gradients) && options[3] != 0) {
+  if (Overflows(arguments, options[3] != 0, factor, gradients)) {
     return kDone;
   }
   std::vector<lossscale::AdamTensor> tensors;

@@ -1,0 +1,1 @@
+"""Comparisons with PyTorch and measurements; see `make bench`."""

@@ -1,0 +1,31 @@
+"""Checks of a state dict before anything of it is loaded."""
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from cells._check import check_number
+
+
+def check_keys(state_dict: Any, expected: Iterable[str], owner: str) -> None:
+    """Raise TypeError or ValueError, naming the keys, unless `state_dict` has exactly the expected ones."""
+    if not isinstance(state_dict, Mapping):
+        raise TypeError(
+            f"For '{owner}', 'state_dict' must be a dict as state_dict() returns it, but got "
+            f"{type(state_dict).__name__}."
+        )
+    expected = list(expected)
+    missing = [key for key in expected if key not in state_dict]
+    unknown = [key for key in state_dict if key not in expected]
+    if missing or unknown:
+        raise ValueError(
+            f"For '{owner}', the state dict lacks the keys {missing} and has the unknown keys {unknown}; expected are "
+            f"{expected}. Nothing was loaded. Was it saved from another kind of scaler?"
+        )
+
+
+def check_count(name: str, value: Any, owner: str) -> int:
+    """Return `value` as an int if it is a whole number >= 0."""
+    number = check_number(name, value, owner)
+    if number < 0 or number != int(number):
+        raise ValueError(f"For '{owner}', '{name}' must be an int >= 0, but got {value}.")
+    return int(number)

@@ -1,0 +1,226 @@
+"""Native and plain gradient arithmetic through MindSpore: the same results, and the choice between them."""
+
+import mindspore as ms
+import numpy as np
+import pytest
+from mindspore import Tensor, nn
+
+import lossscale
+from cells._backend import gradient_arithmetic
+from cells.native import NativeGradients, library_path
+from cells.unscale import PlainGradients
+
+needs_native = pytest.mark.skipif(library_path() is None, reason="the native kernel is not built")
+
+
+class Calls(nn.Cell):
+    """One method of the gradient arithmetic as a network."""
+
+    def __init__(self, method, arithmetic=None):
+        super().__init__()
+        self.arithmetic = arithmetic or gradient_arithmetic()
+        self.method = method
+
+    def construct(self, grads, factor):
+        if self.method == "unscale":
+            return self.arithmetic.unscale_and_check(grads, factor)
+        if self.method == "unscale_norm":
+            return self.arithmetic.unscale_with_norm(grads, factor)
+        if self.method == "multiply":
+            return self.arithmetic.multiply_and_check(grads, factor)
+        if self.method == "check":
+            return self.arithmetic.check(grads)
+        return self.arithmetic.check_with_norm(grads)
+
+
+@pytest.fixture(params=[pytest.param("native", marks=needs_native), "plain"])
+def backend(request, monkeypatch):
+    monkeypatch.setenv("LOSSSCALE_BACKEND", request.param)
+    return request.param
+
+
+def gradients():
+    rng = np.random.default_rng(0)
+    shapes = [((4, 5), ms.float16), ((7,), ms.bfloat16), ((), ms.float32), ((3, 1, 2), ms.float32), ((6,), ms.float64)]
+    return tuple(Tensor(rng.standard_normal(shape)).astype(dtype) for shape, dtype in shapes)
+
+
+def wide(grads):
+    return [grad.astype(ms.float64).asnumpy() for grad in grads]
+
+
+def test_methods_agree_with_numpy(mode, backend):
+    grads = gradients()
+    products, overflow, flags = Calls("unscale")(ms.mutable(grads), Tensor(8.0))
+    assert not overflow and flags.shape == (5,) and not flags.any()
+    assert [product.dtype for product in products] == [ms.float32] * 4 + [ms.float64]
+    for product, grad, given in zip(wide(products), wide(grads), grads):
+        np.testing.assert_array_equal(product, grad / 8)
+        assert product.shape == given.shape
+    squares = sum(np.square(grad).sum() for grad in wide(grads))
+    _, overflow, _, total = Calls("unscale_norm")(ms.mutable(grads), Tensor(2.0))
+    assert total.dtype == ms.float64 and float(total) == pytest.approx(squares / 4) and not overflow
+    _, _, total = Calls("check_norm")(ms.mutable(grads), Tensor(1.0))
+    assert float(total) == pytest.approx(squares)
+    products, _, _ = Calls("multiply")(ms.mutable(grads), Tensor(0.25, ms.float64))
+    np.testing.assert_array_equal(wide(products)[3], wide(grads)[3] / 4)
+
+
+@pytest.mark.parametrize("value", [np.inf, -np.inf, np.nan])
+def test_flags_name_the_gradient(mode, backend, value):
+    grads = gradients()
+    unscale, check = Calls("unscale"), Calls("check")
+    for index, grad in enumerate(grads):
+        array = grad.astype(ms.float32).asnumpy().copy()
+        array.reshape(-1)[-1] = value
+        dirty = (*grads[:index], Tensor(array).astype(grad.dtype), *grads[index + 1 :])
+        wanted = [i == index for i in range(5)]
+        _, overflow, flags = unscale(ms.mutable(dirty), Tensor(8.0))
+        assert overflow and overflow.shape == () and flags.asnumpy().tolist() == wanted
+        overflow, flags = check(ms.mutable(dirty), Tensor(1.0))
+        assert overflow and flags.asnumpy().tolist() == wanted
+
+
+def test_finite_values_whose_sum_is_infinite_are_no_overflow(mode, backend):
+    grads = ms.mutable((Tensor(np.full(8, 3e38, np.float32)), Tensor(np.ones(2, np.float32))))
+    _, overflow, flags = Calls("unscale")(grads, Tensor(1.0))
+    assert not overflow and not flags.any()
+
+
+@needs_native
+def test_native_and_plain_agree_to_the_bit(mode):
+    rng = np.random.default_rng(1)
+    values = rng.standard_normal(4096).astype(np.float32) * 2.0 ** rng.integers(-60, 60, 4096).astype(np.float32)
+    grads = ms.mutable((Tensor(values), Tensor(values.astype(np.float64))))
+    for scale in (3.0, 1000.0, 2.0**24, 1e30):
+        native = Calls("unscale", NativeGradients())(grads, Tensor(scale, ms.float32))[0]
+        plain = Calls("unscale", PlainGradients())(grads, Tensor(scale, ms.float32))[0]
+        for one, other in zip(native, plain):
+            # MindSpore's own ops flush subnormal results to zero, the kernel keeps them.
+            normal = np.abs(one.asnumpy()) >= np.finfo(np.float32).tiny
+            assert normal.mean() > 0.5
+            np.testing.assert_array_equal(one.asnumpy()[normal], other.asnumpy()[normal])
+
+
+@needs_native
+@pytest.mark.parametrize("shape", [(0,), (3, 0)])
+def test_empty_gradients(mode, shape):
+    grads = ms.mutable((Tensor(np.zeros(shape, np.float32)), Tensor(np.ones(2, np.float32))))
+    products, overflow, _ = Calls("unscale", NativeGradients())(grads, Tensor(2.0))
+    assert products[0].shape == shape and not overflow
+
+
+@needs_native
+def test_native_keeps_subnormals(mode):
+    grads = ms.mutable((Tensor(np.full(3, 2.0**-120, np.float32)), Tensor(np.full(3, 2.0**120, np.float32))))
+    (small, _), _, _ = Calls("unscale", NativeGradients())(grads, Tensor(2.0**20))
+    assert small.asnumpy().tolist() == [2.0**-140] * 3
+    products, _, _ = Calls("unscale", NativeGradients())(grads, Tensor(2.0**127))
+    assert products[1].asnumpy().tolist() == [2.0**-7] * 3
+
+
+class _Embedding(nn.Cell):
+    def __init__(self):
+        super().__init__()
+        self.table = nn.EmbeddingLookup(6, 2, target="CPU", sparse=True)
+        self.head = nn.Dense(2, 1)
+
+    def construct(self, indices):
+        return self.head(self.table(indices)).mean()
+
+
+def test_sparse_gradients_in_graph_mode(backend):
+    ms.set_context(mode=ms.GRAPH_MODE)
+    net = _Embedding()
+    before = net.table.embedding_table.asnumpy().copy()
+    optimizer = nn.LazyAdam(net.trainable_params(), 0.1)
+    step = lossscale.TrainOneStepWithLossScaleCell(net, optimizer, lossscale.FixedLossScaleUpdateCell(1024))
+    _, overflow, _ = step(Tensor([1, 3, 3]))
+    moved = np.any(net.table.embedding_table.asnumpy() != before, axis=1)
+    assert not overflow and moved.tolist() == [False, True, False, True, False, False]
+    net.head.weight.set_data(Tensor(np.full((1, 2), np.inf, np.float32)))
+    _, overflow, _ = step(Tensor([1, 2, 2]))
+    assert overflow and net.table.embedding_table.name in step.nonfinite_parameters()
+
+
+def training_run(steps=12):
+    ms.set_seed(3)
+    np.random.seed(3)
+    net = nn.SequentialCell(nn.Dense(5, 9), nn.ReLU(), nn.Dense(9, 2))
+    optimizer = nn.Adam(net.trainable_params(), 0.05)
+    update = lossscale.DynamicLossScaleUpdateCell(2.0**126, 8, 2)
+    step = lossscale.TrainOneStepWithLossScaleCell(nn.WithLossCell(net, nn.MSELoss()), optimizer, update)
+    inputs = 20 * np.random.default_rng(0).standard_normal((steps, 4, 5)).astype(np.float32)
+    results = [[float(value) for value in step(Tensor(x), Tensor(x[:, :2]))] for x in inputs]
+    return results, [parameter.asnumpy() for parameter in net.trainable_params()]
+
+
+@needs_native
+def test_training_runs_are_equal(mode, monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("LOSSSCALE_BACKEND", "plain")
+    plain, plain_weights = training_run()
+    monkeypatch.setenv("LOSSSCALE_BACKEND", "native")
+    native, native_weights = training_run()
+    assert native == plain and {overflow for _, overflow, _ in native} == {0.0, 1.0}
+    for one, other in zip(native_weights, plain_weights):
+        np.testing.assert_array_equal(one, other)
+    assert list(tmp_path.iterdir()) == []  # the op leaves nothing in the working folder
+
+
+def test_nonfinite_parameters_names_those_of_the_last_overflow(mode, backend):
+    net = nn.SequentialCell(nn.Dense(3, 3), nn.Dense(3, 1))
+    optimizer = nn.Momentum(net.trainable_params(), 0.1, 0.9)
+    step = lossscale.TrainOneStepWithLossScaleCell(nn.WithLossCell(net, nn.MSELoss()), optimizer, Tensor(2.0))
+    y = Tensor(np.zeros((2, 1), np.float32))
+    step(Tensor(np.ones((2, 3), np.float32)), y)
+    assert step.nonfinite_parameters() == []
+    net[1].weight.set_data(Tensor(np.full((1, 3), 1e38, np.float32)))
+    net[0].weight.set_data(Tensor(np.zeros((3, 3), np.float32)))
+    _, overflow, _ = step(Tensor(np.full((2, 3), 1e3, np.float32)), y + 100.0)
+    assert overflow and step.nonfinite_parameters() == ["0.weight", "0.bias"]
+    assert "overflow_flags" not in step.parameters_dict()
+
+
+class _Narrow(nn.Cell):
+    def __init__(self):
+        super().__init__()
+        self.weight = ms.Parameter(Tensor(np.ones(2), ms.float16), name="narrow")
+
+    def construct(self, x):
+        return (self.weight.astype(ms.float32) * x).sum()
+
+
+def test_a_gradient_that_overflows_its_parameters_dtype_is_an_overflow(mode, backend):
+    net = _Narrow()
+    optimizer = nn.SGD(net.trainable_params(), 1.0)
+    step = lossscale.TrainOneStepWithLossScaleCell(net, optimizer, Tensor(2.0**-4))
+    _, overflow, _ = step(Tensor(np.float32([1, 2])))
+    assert not overflow
+    _, overflow, _ = step(Tensor(np.float32([1, 1e5])))
+    assert overflow and step.nonfinite_parameters() == ["narrow"]
+
+
+def test_the_environment_variable_forces_the_plain_ops(monkeypatch):
+    monkeypatch.setenv("LOSSSCALE_BACKEND", "plain")
+    assert lossscale.backend() == "plain"
+    assert isinstance(gradient_arithmetic(), PlainGradients)
+    monkeypatch.setenv("LOSSSCALE_BACKEND", "gpu")
+    with pytest.raises(ValueError, match="must be 'native' or 'plain', but got 'gpu'"):
+        lossscale.backend()
+
+
+def test_a_missing_kernel_means_plain_and_can_not_be_forced(monkeypatch):
+    monkeypatch.setattr("cells._backend.library_path", lambda: None)
+    monkeypatch.delenv("LOSSSCALE_BACKEND", raising=False)
+    assert lossscale.backend() == "plain"
+    monkeypatch.setenv("LOSSSCALE_BACKEND", "native")
+    with pytest.raises(RuntimeError, match="was not built"):
+        lossscale.backend()
+
+
+@needs_native
+def test_the_kernel_is_used_where_it_is_built(monkeypatch):
+    monkeypatch.delenv("LOSSSCALE_BACKEND", raising=False)
+    assert lossscale.backend() == "native"
+    assert isinstance(gradient_arithmetic(), NativeGradients)
