@@ -41,6 +41,16 @@ def gather(values: np.ndarray) -> np.ndarray:
     return everyone.asnumpy().reshape(-1, values.size)
 
 
+def on_any_rank(flag: Tensor) -> Tensor:
+    """Return whether the bool `flag` is set on any rank: outside data parallel, `flag`. All ranks must make this call.
+
+    One SUM of one float32: MCCL on CPU knows no other type and no other reduction.
+    """
+    if world_size() == 1:
+        return flag
+    return ops.AllReduce()(flag.astype(mstype.float32).reshape(())) > 0
+
+
 def check_ranks_agree(train_cell: nn.Cell) -> None:
     """Raise RuntimeError on every rank if their loss scales or the counters behind them differ.
 

@@ -11,7 +11,13 @@ import mindspore as ms
 import numpy as np
 from mindspore import Tensor, communication, nn, ops
 
-from lossscale import DynamicLossScaleUpdateCell, TrainOneStepWithLossScaleCell
+from lossscale import (
+    DynamicLossScaler,
+    DynamicLossScaleUpdateCell,
+    GradScaler,
+    TrainOneStepWithLossScaleCell,
+    all_finite,
+)
 from tests.nets import Poisoned, batch, mlp
 from tests.oracles import parameters
 
@@ -126,6 +132,66 @@ def all_reduces(cell, rank, folder):
     return [graph.read_text().count("= AllReduce(") for graph in graphs]
 
 
+def grad_scaler(rank):
+    """For four steps of `GradScaler`, of which each rank overflows in one, before or after the reduce: what it did.
+
+    Returns:
+        {"before" or "after": rows of (skipped, scale, AllReduces of flags, weight)}.
+    """
+    found = {}
+    for order in ("before", "after"):
+        ms.set_seed(7)
+        weight = ms.Parameter(Tensor(np.ones(3, np.float32)), name="w")
+        optimizer = nn.SGD([weight], 0.5)
+        reducer = nn.DistributedGradReducer(optimizer.parameters, True, 2)
+        scaler, rows = GradScaler(1024.0, growth_interval=2), []
+        all_reduce, flags = ops.AllReduce, []
+        for step in range(4):
+            grads = (Tensor(np.full(3, np.inf if step == rank + 1 else 0.25 * scaler.get_scale(), np.float32)),)
+            ops.AllReduce = lambda made=all_reduce, flags=flags: flags.append(1) or made()
+            try:
+                if order == "after":
+                    grads = reducer(scaler.unscale_(optimizer, grads))
+                    scaler.step(optimizer, grads)
+                else:
+                    scaler.step(optimizer, reducer(grads))
+            finally:
+                ops.AllReduce = all_reduce
+            scaler.update()
+            rows.append([scaler.step_was_skipped(), scaler.get_scale(), len(flags), float(weight.asnumpy()[0])])
+        found[order] = rows
+    return found
+
+
+def functional_scaler(rank):
+    """The functional scaler on reduced gradients, in one compiled step: rows of (finite, scale)."""
+    net = nn.Dense(3, 1)
+    scaler = DynamicLossScaler(1024.0, 2, 2)
+    optimizer = nn.SGD(net.trainable_params(), 0.1)
+    reducer = nn.DistributedGradReducer(optimizer.parameters, True, 2)
+
+    def forward(x):
+        return scaler.scale(net(x).mean())
+
+    grad_fn = ms.value_and_grad(forward, None, optimizer.parameters)
+
+    @ms.jit
+    def train_step(x):
+        _, grads = grad_fn(x)
+        grads = scaler.unscale(reducer(grads), keep_dtype=False)
+        finite = all_finite(grads)
+        scaler.adjust(finite)
+        if finite:
+            optimizer(grads)
+        return finite
+
+    rows = []
+    for step in range(4):
+        finite = train_step(Tensor(np.full((2, 3), np.inf if step == rank + 1 else 1.0, np.float32)))
+        rows.append([bool(finite), float(scaler.scale_value.asnumpy())])
+    return rows
+
+
 def different_scales(rank):
     """The error of ranks that start with different scales."""
     cell = train_cell()
@@ -148,6 +214,9 @@ def main(mode, folder, bad_rank):
     local = sweep(train_cell(ChecksLocalGradients), ranks, rank)
     found.update({f"local_{name}": values for name, values in local.items()})
     found["different_scales"] = different_scales(rank)
+    if ranks == 2:
+        found.update({f"grad_scaler_{order}": rows for order, rows in grad_scaler(rank).items()})
+        found["functional_scaler"] = functional_scaler(rank)
     if mode != "PYNATIVE" and ranks == 2:
         for name, cell in (
             ("plain", train_cell()),

@@ -94,3 +94,21 @@ def test_ranks_with_different_scales_are_stopped_at_the_first_step(job):
     scales = [1024.0 * 2**rank for rank in range(len(found))]
     for rank in found:
         assert f"different values of 'scale_sense': {scales}" in str(rank["different_scales"])
+
+
+@pytest.mark.parametrize("order", ["before", "after"])
+def test_grad_scaler_asks_all_ranks_by_one_flag(job, order):
+    found, _ = job
+    if f"grad_scaler_{order}" not in found[0]:
+        pytest.skip("scalers run on 2 ranks")
+    weight = 0.875
+    expected = [[0, 1024, 1, weight], [1, 512, 2, weight], [1, 256, 3, weight], [0, 256, 4, 0.75]]
+    assert all(rank[f"grad_scaler_{order}"].tolist() == expected for rank in found)
+
+
+def test_functional_scalers_agree_on_reduced_gradients(job):
+    found, _ = job
+    if "functional_scaler" not in found[0]:
+        pytest.skip("scalers run on 2 ranks")
+    expected = [[1, 1024], [0, 512], [0, 256], [1, 256]]
+    assert all(rank["functional_scaler"].tolist() == expected for rank in found)
