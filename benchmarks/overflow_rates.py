@@ -56,21 +56,23 @@ def any_of(rate, ranks):
     return 1 - (1 - rate) ** ranks
 
 
-def simulate(rates, ranks, hysteresis, steps, window=WINDOW, seed=0):
-    """Return (share of steps skipped, mean log2 of the scale) once the dynamic rule has settled.
+def simulate(rates, ranks, hysteresis, steps, transient=0.0, window=WINDOW, seed=0):
+    """Return (share of steps skipped, mean log2 of the scale) once the dynamic rule has settled; its floor is 1.
 
-    `rates` maps exponents to rates of one rank; below the smallest the rate is 0, above the largest 1.
+    `rates` maps exponents to rates of one rank; below the smallest the rate is 0, above the largest 1. `transient` is
+    the rate of overflows that no scale prevents.
     """
     draws = np.random.default_rng(seed).random(2 * steps)
     exponent, clean, in_a_row, skipped, total = max(rates), 0, 0, 0, 0
-    chances = {e: any_of(rate, ranks) for e, rate in rates.items()}
+    chances = {e: any_of(max(rate, transient), ranks) for e, rate in rates.items()}
+    below = any_of(transient, ranks)
     for step, draw in enumerate(draws):
-        chance = chances.get(exponent, 0.0 if exponent < min(rates) else 1.0)
+        chance = chances.get(exponent, below if exponent < min(rates) else 1.0)
         if draw < chance:
             in_a_row, clean = in_a_row + 1, 0
             skipped += step >= steps
             if in_a_row >= hysteresis:
-                exponent -= 1
+                exponent = max(exponent - 1, 0)
         else:
             in_a_row, clean = 0, clean + 1
             if clean == window:
@@ -95,11 +97,13 @@ def main():
         chances = " | ".join(f"{any_of(rate, ranks):.4g}" for ranks in RANKS[1:])
         print(f"| 2^{exponent} | {rate:.4g} | {chances} |")
 
-    print("\n| ranks | hysteresis | steps skipped | mean log2 of the scale |\n| --- | --- | --- | --- |")
-    for ranks in RANKS:
-        for hysteresis in (1, 2, 4):
-            skipped, mean = simulate(rates, ranks, hysteresis, args.steps)
-            print(f"| {ranks:,} | {hysteresis} | {100 * skipped:.3f} % | {mean:.2f} |")
+    for transient in (0.0, 1e-6):
+        print(f"\nOverflows at any scale: {transient:g} of one rank's steps\n")
+        print("| ranks | hysteresis | steps skipped | mean log2 of the scale |\n| --- | --- | --- | --- |")
+        for ranks in RANKS:
+            for hysteresis in (1, 2, 4):
+                skipped, mean = simulate(rates, ranks, hysteresis, args.steps, transient)
+                print(f"| {ranks:,} | {hysteresis} | {100 * skipped:.3f} % | {mean:.2f} |")
 
 
 if __name__ == "__main__":
