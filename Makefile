@@ -6,7 +6,7 @@ RUN := $(BIN)/python
 STAMP := $(VENV)/.installed
 
 .DEFAULT_GOAL := help
-.PHONY: help install train train-distributed test test-all test-oldest check format bench clean
+.PHONY: help install train train-distributed test test-all test-oldest check format bench bench-quick clean
 
 help:  ## list the commands
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
@@ -48,8 +48,19 @@ format: install  ## format and mend what the linter can
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
 
-bench: install  ## measure the cost of loss scaling
-	@echo "No benchmark yet."
+PEERS := torch==2.13.0 jax==0.10.2 flax==0.12.8 optax==0.2.8 matplotlib==3.11.2
+BENCH_STAMP := .venv-bench/.installed
+
+$(BENCH_STAMP): Makefile
+	test -x .venv-bench/bin/python || $(PYTHON) -m venv .venv-bench
+	.venv-bench/bin/python -m pip install --quiet --disable-pip-version-check $(PEERS)
+	touch $@
+
+bench: install $(BENCH_STAMP)  ## measure the cost of loss scaling, beside PyTorch and Flax
+	$(RUN) -m benchmarks.run
+
+bench-quick: install  ## measure a little of it, in less than a minute
+	$(RUN) -m benchmarks.run --quick
 
 clean:  ## remove what was built, but not .venv
 	rm -rf build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis .coverage out rank_0 rewritten_network kernel_meta

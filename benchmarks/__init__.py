@@ -1,1 +1,1 @@
-"""Comparisons with PyTorch and measurements; see `make bench`."""
+"""Measurements and comparisons with PyTorch and Flax; see `make bench`."""

@@ -74,12 +74,16 @@ class EMA(nn.Cell):
 
     def construct(self) -> Tensor:
         """Move the shadow weights towards the weights; return the number of updates."""
+        followed = self.map(ops.partial(_follow, 1.0 - self.decay_now()), self.shadows, self.weights)
+        return ops.depend(ops.assign_add(self.updates, Tensor(1, mstype.int32)), followed)
+
+    def decay_now(self) -> Tensor:
+        """Return the decay of this update, a float32 scalar. A subclass may override it by a ramp of its own."""
         decay = self.decay
         if self.warmup:
             count = self.updates.astype(mstype.float32)
             decay = ops.minimum(decay, (count + 1.0) / (count + 10.0))
-        followed = self.map(ops.partial(_follow, 1.0 - decay), self.shadows, self.weights)
-        return ops.depend(ops.assign_add(self.updates, Tensor(1, mstype.int32)), followed)
+        return decay
 
     def apply(self) -> None:
         """Put the averages into the weights, in place, on the host, and keep the weights for `restore`."""

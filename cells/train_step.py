@@ -1,5 +1,6 @@
 """What is one training step? The order of operations, each stage a method or a cell that can be replaced alone."""
 
+import itertools
 from typing import Any, Optional, Union
 
 import numpy as np
@@ -8,6 +9,7 @@ from mindspore import dtype as mstype
 
 from cells._backend import gradient_arithmetic
 from cells._check import check_bool, check_positive_int, scale_tensor
+from cells._options import OUTPUTS, check_options, checked_outputs, checked_scale_sense
 from cells.accumulate import GradientAccumulator
 from cells.backward import extras_of, fixed_input_count, gradient_seed, loss_of, scale_of_call
 from cells.clip import ClipByGlobalNorm, ClipByNormBase
@@ -16,7 +18,7 @@ from cells.ranks import check_ranks_agree, check_world
 from cells.unscale import SparseGradients, cast_like, cast_up, may_have_sparse_gradients, unscale, usable_scale
 from cells.update import LossScaleUpdateCell
 
-OUTPUTS = ("loss", "overflow", "loss_scale", "grad_norm", "learning_rate", "updated")
+_steps = itertools.count(1)
 
 
 class TrainOneStepWithLossScaleCell(nn.TrainOneStepWithLossScaleCell):
@@ -116,11 +118,11 @@ class TrainOneStepWithLossScaleCell(nn.TrainOneStepWithLossScaleCell):
     ):
         owner = type(self).__name__
         self_scaled = scale_sense is None
-        scale_sense = _checked_scale_sense(scale_sense, owner)
-        names = _checked_outputs(outputs, optimizer, owner)
+        scale_sense = checked_scale_sense(scale_sense, owner)
+        names = checked_outputs(outputs, optimizer, owner)
         accumulate_steps = check_positive_int("accumulate_steps", accumulate_steps, owner)
         sparse = may_have_sparse_gradients(network)
-        _check_options(owner, accumulate_steps, clip_grad, ema, names, sparse, self_scaled)
+        check_options(owner, accumulate_steps, clip_grad, ema, names, sparse, self_scaled)
         check_world(owner)
         super().__init__(network, optimizer, scale_sense)
         self.scale_sense.requires_grad = False
@@ -134,14 +136,14 @@ class TrainOneStepWithLossScaleCell(nn.TrainOneStepWithLossScaleCell):
             self.inputs_with_scale = fixed_input_count(network) + 1
         # The gradients have been reduced when they are checked, so inf and nan are on every device already and
         # the flag need not be sent, unless a subclass brings a check of its own.
-        own_check = type(self).get_overflow_status is not TrainOneStepWithLossScaleCell.get_overflow_status
-        self.check_here = self.cpu_target and not own_check
+        self.check_here = self.cpu_target and not self._overrides("get_overflow_status")
         self.sparse_gradients = sparse
         self.gradients = SparseGradients() if sparse else gradient_arithmetic()
         self.narrow_parameters = any(p.dtype in (mstype.float16, mstype.bfloat16) for p in self.weights)
-        # A list, because a Parameter set as an attribute would go into checkpoints, where it has no business.
+        # A list, because a Parameter set as an attribute would go into checkpoints, where it has no business. Nobody
+        # prefixes its name there, and two train cells in one graph need two.
         flags = Tensor(np.zeros(len(self.weights), np.bool_))
-        self._overflow_flags = [Parameter(flags, name="overflow_flags", requires_grad=False)]
+        self._overflow_flags = [Parameter(flags, name=f"overflow_flags.{next(_steps)}", requires_grad=False)]
 
         self.outputs = names
         self.places = tuple(OUTPUTS.index(name) for name in names)
@@ -151,9 +153,12 @@ class TrainOneStepWithLossScaleCell(nn.TrainOneStepWithLossScaleCell):
         self.accumulator: Any = GradientAccumulator(self.weights, accumulate_steps) if accumulate_steps > 1 else None
         self.clip_grad: Any = clip_grad
         self.skip_above = clip_grad.skip_above if isinstance(clip_grad, ClipByGlobalNorm) else None
-        self.plain_skip = self.drop_overflow_update and self.skip_above is None
-        self.folds_clip = isinstance(clip_grad, ClipByNormBase) and self.check_here and not self.narrow_parameters
-        self.reports_norm = "grad_norm" in names or self.skip_above is not None
+        # Short cuts go around stages, so they are taken only where a subclass has left those as they are.
+        own_skips = self._overrides("skips", "step_unless")
+        self.plain_skip = self.drop_overflow_update and self.skip_above is None and not own_skips
+        own_unscaling = self._overrides("unscale_and_check") or not _folds(clip_grad)
+        self.folds_clip = self.check_here and not self.narrow_parameters and not own_unscaling
+        self.reports_norm = "grad_norm" in names or self.skip_above is not None or (own_skips and not sparse)
         self.reports_rate = "learning_rate" in names
         self.ema = ema
         # A fused optimizer unscales, checks, skips and steps by itself: only where nothing comes between.
@@ -163,7 +168,7 @@ class TrainOneStepWithLossScaleCell(nn.TrainOneStepWithLossScaleCell):
             and self.check_here
             and not any(between)
             and isinstance(scale_sense, (Tensor, LossScaleUpdateCell))
-            and not self._overrides_a_fused_stage()
+            and not self._overrides(*_FUSED)
         )
         if ema is not None and not ema.is_bound:
             ema.bind(self.weights)
@@ -239,9 +244,9 @@ class TrainOneStepWithLossScaleCell(nn.TrainOneStepWithLossScaleCell):
             scale = self.scale_sense * 1.0
         return overflow, scale, Tensor(0.0, mstype.float32), rate, ops.logical_not(overflow)
 
-    def _overrides_a_fused_stage(self) -> bool:
-        """Return whether a subclass has a say in what a fused optimizer would do by itself."""
-        return any(getattr(type(self), stage) is not getattr(TrainOneStepWithLossScaleCell, stage) for stage in _FUSED)
+    def _overrides(self, *stages: str) -> bool:
+        """Return whether a subclass has a stage of its own in place of one of these methods."""
+        return any(getattr(type(self), stage) is not getattr(TrainOneStepWithLossScaleCell, stage) for stage in stages)
 
     def skips(self, overflow: Tensor, norm: Tensor) -> Tensor:
         """Return whether this step leaves the weights: on overflow if that is dropped, and on a spike of the norm."""
@@ -405,61 +410,6 @@ _FUSED = (
 )
 
 
-def _checked_scale_sense(scale_sense: Any, owner: str) -> Any:
-    """Return `scale_sense` as MindSpore's cell takes it: an update cell, or a float32 Tensor."""
-    if scale_sense is None:
-        return Tensor(1.0, mstype.float32)
-    if isinstance(scale_sense, Tensor):
-        return scale_tensor("scale_sense", scale_sense, owner)
-    if not isinstance(scale_sense, nn.Cell):
-        raise TypeError(
-            f"For '{owner}', 'scale_sense' must be an update cell, a Tensor of shape () or (1,), or None, but got "
-            f"{scale_sense!r} of type {type(scale_sense).__name__}. For a fixed scale write Tensor(1024.0) or "
-            "FixedLossScaleUpdateCell(1024)."
-        )
-    if isinstance(scale_sense, LossScaleUpdateCell):
-        scale_sense.check_unbound()
-    return scale_sense
-
-
-def _checked_outputs(outputs: Any, optimizer: nn.Cell, owner: str) -> tuple:
-    """Return the names of `outputs` as a tuple."""
-    names = (outputs,) if isinstance(outputs, str) else tuple(outputs)
-    unknown = [name for name in names if name not in OUTPUTS]
-    if unknown or not names or len(set(names)) < len(names):
-        raise ValueError(f"For '{owner}', 'outputs' must be different names from {OUTPUTS}, but got {outputs!r}.")
-    if "learning_rate" in names and (not hasattr(optimizer, "get_lr") or getattr(optimizer, "is_group_lr", False)):
-        raise ValueError(
-            f"For '{owner}', 'learning_rate' in 'outputs' needs an optimizer with one learning rate and get_lr(), but "
-            f"got {type(optimizer).__name__}, which has none or several."
-        )
-    return names
-
-
-def _check_options(
-    owner: str,
-    accumulate_steps: int,
-    clip_grad: Any,
-    ema: Any,
-    outputs: tuple,
-    sparse: bool,
-    self_scaled: bool,
-) -> None:
-    """Raise TypeError or ValueError for options of a wrong kind, or that exclude each other."""
-    if clip_grad is not None and not isinstance(clip_grad, nn.Cell):
-        raise TypeError(
-            f"For '{owner}', 'clip_grad' must be a Cell or None, but got {clip_grad!r}; write "
-            "ClipByGlobalNorm(max_norm=1.0)."
-        )
-    if ema is not None and not isinstance(ema, EMA):
-        raise TypeError(f"For '{owner}', 'ema' must be an EMA or None, but got {ema!r}; write EMA(0.999).")
-    if self_scaled and accumulate_steps > 1:
-        raise ValueError(
-            f"For '{owner}', accumulate_steps={accumulate_steps} needs 'scale_sense': the scale is constant inside a "
-            "window, so calls can't bring their own."
-        )
-    if sparse and (accumulate_steps > 1 or clip_grad is not None or "grad_norm" in outputs):
-        raise ValueError(
-            f"For '{owner}', the network has sparse gradients, which can be neither accumulated, clipped nor measured. "
-            "Build its embeddings with sparse=False."
-        )
+def _folds(clip_grad: Any) -> bool:
+    """Return whether a clip is one of ours by a norm, unchanged, and can be one multiply with the unscaling."""
+    return isinstance(clip_grad, ClipByNormBase) and type(clip_grad).construct is ClipByNormBase.construct

@@ -113,14 +113,14 @@ def unscale(grads: Any, scale: Tensor) -> Any:
     return multiply(ops.reciprocal(scale), grads)
 
 
-def nonfinite_flags(grads: Any) -> Tensor:
+def stacked_flags(grads: Any) -> Tensor:
     """Return a bool Tensor of shape (n,): which of the n gradients hold inf or nan. Exact, on every dtype."""
     return ops.stack(_map(_nonfinite, grads))
 
 
 def has_nonfinite(grads: Any) -> Tensor:
     """Return a bool scalar: whether any value of any gradient is inf or nan. Exact, on every dtype."""
-    return nonfinite_flags(grads).any()
+    return stacked_flags(grads).any()
 
 
 class PlainGradients(nn.Cell):
@@ -154,7 +154,7 @@ class PlainGradients(nn.Cell):
         suspects = ops.logical_not(ops.isfinite(ops.stack(_map(_sum, grads))))
         flags = suspects
         if suspects.any():
-            flags = nonfinite_flags(grads)
+            flags = stacked_flags(grads)
         return flags.any(), flags
 
     def check_with_norm(self, grads: tuple) -> tuple:
@@ -168,7 +168,7 @@ class PlainGradients(nn.Cell):
 
     def nonfinite_flags(self, grads: tuple) -> Tensor:
         """Return a bool Tensor of shape (n,): which of the n gradients hold inf or nan."""
-        return nonfinite_flags(grads)
+        return stacked_flags(grads)
 
 
 class SparseGradients(PlainGradients):

@@ -3,7 +3,7 @@
 import itertools
 from typing import Optional
 
-from mindspore import Parameter, Tensor, nn, ops
+from mindspore import Parameter, Tensor, jit, nn, ops
 from mindspore import dtype as mstype
 
 from cells._check import check_loss_scale
@@ -180,6 +180,8 @@ class DynamicLossScaleUpdateCell(LossScaleUpdateCell):
         self.consecutive_overflows = _counter("consecutive_overflows", 0)
         self.total_overflows = _counter("total_overflows", 0)
 
+    # In PYNATIVE_MODE one compiled call, as MindSpore's own optimizers are, instead of twenty ops; no change in GRAPH.
+    @jit(backend="ms_backend")
     def construct(self, loss_scale: Parameter, overflow: Tensor) -> Tensor:
         flag = Tensor(overflow, mstype.bool_) if isinstance(overflow, bool) else overflow
         step = self.cur_iter

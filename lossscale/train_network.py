@@ -159,23 +159,6 @@ def _reason_for_accumulation(network: nn.Cell) -> Optional[str]:
     return None
 
 
-def _optimizer_divisor(optimizer: nn.Cell) -> float:
-    """Return what the optimizer divides gradients by; MindSpore's wrappers leave that to the optimizer inside."""
-    for inner in (getattr(optimizer, name, None) for name in ("single_opt", "optimizer")):
-        if isinstance(inner, nn.Optimizer):
-            return _optimizer_divisor(inner)
-    return getattr(optimizer, "loss_scale", 1.0)
-
-
-def _check_optimizer_leaves_gradients(optimizer: nn.Cell) -> None:
-    divisor = _optimizer_divisor(optimizer)
-    if divisor != 1.0:
-        raise ValueError(
-            f"The optimizer was built with loss_scale={divisor:g}, but the train step unscales the gradients "
-            "itself: they would be divided twice. Build the optimizer without loss_scale."
-        )
-
-
 def _check_optimizer_unscales(optimizer: nn.Cell, manager: Any) -> None:
     scale = manager.get_loss_scale()
     divisor = _optimizer_divisor(optimizer)
@@ -194,4 +177,22 @@ def _check_loss_is_scaled(network: nn.Cell, manager: Any) -> None:
             f"{reason} is left to MindSpore's own train cell, which does not scale the loss where overflowing updates "
             "are kept: the optimizer would divide gradients that were never multiplied. Use loss_scale_manager=None "
             "and an optimizer without loss_scale."
+        )
+
+
+def _optimizer_divisor(optimizer: nn.Cell) -> float:
+    """Return what the optimizer divides gradients by; MindSpore's wrappers leave that to the optimizer inside."""
+    for inner in (getattr(optimizer, name, None) for name in ("single_opt", "optimizer")):
+        if isinstance(inner, nn.Optimizer):
+            return _optimizer_divisor(inner)
+    return getattr(optimizer, "loss_scale", 1.0)
+
+
+def _check_optimizer_leaves_gradients(optimizer: nn.Cell) -> None:
+    """Raise ValueError if the optimizer divides gradients that the train step has divided already."""
+    divisor = _optimizer_divisor(optimizer)
+    if divisor != 1.0:
+        raise ValueError(
+            f"The optimizer was built with loss_scale={divisor:g}, but the train step unscales the gradients "
+            "itself: they would be divided twice. Build the optimizer without loss_scale."
         )

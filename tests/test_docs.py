@@ -1,20 +1,37 @@
-"""The Python blocks of docs/coming-from-pytorch.md run, and its links lead to files."""
+"""The Python blocks of the documents run and print what they say, and their links lead to files."""
 
 import re
 import runpy
 from pathlib import Path
 
+import pytest
+
 from examples import grad_scaler
+from lossscale import TrainOneStepWithLossScaleCell
 
-PAGE = Path(__file__).parents[1] / "docs" / "coming-from-pytorch.md"
+ROOT = Path(__file__).parents[1]
+PAGE = ROOT / "docs" / "coming-from-pytorch.md"
+TRAIN_STEP = ROOT / "docs" / "train-step.md"
+MIGRATION = ROOT / "examples" / "migration" / "README.md"
 
 
-def test_python_blocks_run_as_one_script(tmp_path, capsys):
-    blocks = re.findall(r"^```python\n(.*?)^```$", PAGE.read_text(encoding="utf-8"), re.M | re.S)
+@pytest.mark.parametrize("page", [PAGE, TRAIN_STEP], ids=lambda page: page.stem)
+def test_python_blocks_run_as_one_script(tmp_path, capsys, page):
+    blocks = re.findall(r"^```python\n(.*?)^```$", page.read_text(encoding="utf-8"), re.M | re.S)
     script = tmp_path / "page.py"  # MindSpore compiles from the source file
     script.write_text("\n".join(blocks), encoding="utf-8")
     runpy.run_path(str(script))
-    assert "'scale_value': 65536.0" in capsys.readouterr().out
+    printed = capsys.readouterr().out
+    assert page != PAGE or "'scale_value': 65536.0" in printed
+    assert all(f"{line}\n" in printed for line in re.findall(r"^print\(.*\)  # (.*)$", "\n".join(blocks), re.M))
+
+
+def test_the_stages_of_the_train_step_are_methods():
+    text = TRAIN_STEP.read_text(encoding="utf-8")
+    table = text[text.index("## Overriding a stage") : text.index("[examples/custom_train_step.py]")]
+    names = re.findall(r"^\| `(\w+)` \|", table, re.M)
+    assert len(names) == 6
+    assert all(callable(getattr(TrainOneStepWithLossScaleCell, name)) for name in names)
 
 
 def test_table_names_every_recipe():
@@ -23,6 +40,7 @@ def test_table_names_every_recipe():
     assert all(f"`{name}` |" in text for name in [*recipes, "several_losses_and_optimizers"])
 
 
-def test_links_lead_to_files():
-    for target in re.findall(r"\]\(([^)]+)\)", PAGE.read_text(encoding="utf-8")):
-        assert PAGE.parent.joinpath(target).exists()
+@pytest.mark.parametrize("page", [PAGE, TRAIN_STEP, MIGRATION], ids=lambda page: page.stem)
+def test_links_lead_to_files(page):
+    for target in re.findall(r"\]\(([^)]+)\)", page.read_text(encoding="utf-8")):
+        assert page.parent.joinpath(target).exists()

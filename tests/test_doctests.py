@@ -15,7 +15,8 @@ def modules():
     for package in (cells, lossscale):
         yield package
         for found in pkgutil.walk_packages(package.__path__, package.__name__ + "."):
-            yield importlib.import_module(found.name)
+            if found.name != "cells._native":  # the compiled kernel, no Python module
+                yield importlib.import_module(found.name)
 
 
 def doctests():

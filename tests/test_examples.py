@@ -10,6 +10,11 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from mindspore import Tensor, nn
+
+from examples.custom_train_step import CentralizedStep
+from lossscale import ClipByGlobalNorm, DynamicLossScaleUpdateCell
+from tests.nets import GradientsAsGiven
 
 ROOT = Path(__file__).parents[1]
 pytestmark = pytest.mark.processes
@@ -101,6 +106,20 @@ def test_custom_train_step():
     output = run("examples/custom_train_step.py", "--epochs", "3")
     assert "largest difference of the weights, loop against Model: 0.0\n" in output
     assert last_line(output)["accuracy"] > 0.85
+    assert float(re.search(r"with centralized gradients: accuracy=([\d.]+)", output).group(1)) > 0.85
+
+
+def test_the_stage_of_ones_own_gets_clipped_gradients_of_clean_steps(mode):
+    net = GradientsAsGiven([np.zeros((2, 3), np.float32), np.zeros(3, np.float32)])
+    update = DynamicLossScaleUpdateCell(64.0, 2, 100)
+    step = CentralizedStep(net, nn.SGD(list(net.w), 1.0), update, clip_grad=ClipByGlobalNorm(1.0))
+    grads = [np.float32([[3, 0, 0], [0, 2, 4]]), np.float32([1, 1, 2])]
+    norm = np.sqrt(sum((g**2).sum() for g in grads))
+    for poison, moved in ((np.inf, 0.0), (0.0, 1.0)):
+        step(Tensor(grads[0] + np.float32(poison)), Tensor(grads[1]))
+        for got, want in zip(net.w, (grads[0] - grads[0].mean(axis=1, keepdims=True), grads[1])):
+            np.testing.assert_allclose(got.asnumpy(), -moved * want / norm, rtol=1e-5, atol=1e-6)
+    assert update.get_loss_scale() == 32.0
 
 
 def test_mixed_precision():

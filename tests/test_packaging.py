@@ -66,6 +66,8 @@ def test_wheel_holds_the_packages_and_nothing_else(wheel):
     assert {str(path.relative_to(ROOT)) for path in expected} <= set(kept)
     assert {"cells/py.typed", "lossscale/py.typed"} <= set(kept)
     assert any(name.endswith("LICENSE") for name in names)
+    if shutil.which("g++"):
+        assert any(name.startswith("cells/_native.") and name.endswith(".so") for name in names)
 
 
 @pytest.mark.processes

@@ -4,9 +4,10 @@
 ``cells/_native.*.so`` where there is a C++ compiler; `cells._backend` says whether it is used.
 """
 
-import importlib.util
 import platform
 from functools import cache
+from importlib.machinery import EXTENSION_SUFFIXES
+from pathlib import Path
 from typing import Any, Optional
 
 from mindspore import Tensor, nn, ops
@@ -18,8 +19,10 @@ def library_path() -> Optional[str]:
     """Return the path of the compiled kernel, or None where it was not built."""
     if platform.system() != "Linux":
         return None
-    spec = importlib.util.find_spec("cells._native")
-    return None if spec is None else spec.origin
+    # Beside this package and nowhere else: another installation's library may be of another version.
+    folder = Path(__file__).parents[1]
+    paths = [folder / f"_native{suffix}" for suffix in EXTENSION_SUFFIXES]
+    return next((str(path) for path in paths if path.is_file()), None)
 
 
 def native_op(name: str, out_shape: Any, out_dtype: Any) -> ops.Custom:

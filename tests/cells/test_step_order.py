@@ -259,3 +259,17 @@ def test_a_spike_is_skipped_and_is_a_clean_step(mode):
         (False, 16.0, 5.0, True),
     ]
     np.testing.assert_allclose(net.w[0].asnumpy(), [-1.2, -1.6], rtol=1e-6)
+
+
+class HalvesGradients(TrainOneStepWithLossScaleCell):
+    def unscale_and_check(self, grads, totals, divisor):
+        unscaled, overflow, flags = super().unscale_and_check(grads, totals, divisor)
+        return (unscaled[0] * 0.5,), overflow, flags
+
+
+@pytest.mark.parametrize("clip", [None, ClipByGlobalNorm(100.0), ClipByValue(100.0)], ids=str)
+def test_an_overridden_stage_is_used_whatever_the_clip(mode, clip):
+    net = GradientsAsGiven([np.zeros(2, np.float32)])
+    step = HalvesGradients(net, nn.SGD(list(net.w), 1.0), Tensor(8.0), clip_grad=clip)
+    step(Tensor(np.float32([2, 4])))
+    assert net.w[0].asnumpy().tolist() == [-1, -2]

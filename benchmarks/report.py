@@ -1,0 +1,66 @@
+"""The tables of RESULTS.md, made from the measured numbers alone."""
+
+from typing import Optional
+
+FRAMEWORKS = ["MindSpore GRAPH", "MindSpore PYNATIVE", "PyTorch", "Flax"]
+
+METHOD = """\
+Every number is the time of a training step divided by that of the same framework's own plain step, without loss
+scaling, in the same round: all variants of one framework take turns in one process, after {warm_up} warm-up steps,
+{rounds} rounds, and each step ends by reading its loss. Median [quartiles]. *plain again* is the plain step measured a
+second time: what it differs from 1 is noise. float32 with Momentum unless the name says otherwise; O2 is MindSpore's
+mixed precision and is compared with a plain O2 step. *stock* is `nn.TrainOneStepWithLossScaleCell` with an `isfinite`
+check, without which it does not run on CPU; *stock functional* is `amp.DynamicLossScaler` with `amp.all_finite` in
+`ms.jit`; *fused* is `FusedMomentum` or `FusedAdamWeightDecay`, and *fused plain* the same optimizer in a step that
+neither scales nor looks. PyTorch: `GradScaler("cpu")`. Flax: `DynamicScale` in `jit`, donated, skipping by `where`.
+"""
+
+
+def markdown(results: dict) -> str:
+    """Return the whole report."""
+    versions = ", ".join(f"{name} {version}" for name, version in results["versions"].items())
+    parts = [
+        "# What loss scaling costs\n",
+        f"Measured {results['date']} by `make bench` on {results['machine']}; load before the run "
+        f"{results['load before']:.2f}; {versions}.\n",
+        METHOD.format(warm_up=5, rounds=results["rounds"]),
+    ]
+    for framework in FRAMEWORKS:
+        if framework in results:
+            parts += [f"## {framework}\n", _ratios(results[framework])]
+    parts += [
+        "## One call of the kernel\n",
+        "Ratio to a `memcpy` of the same gradients in the same round; the check only reads.\n",
+        _ratios(results["Kernel"], plain="copy"),
+    ]
+    if "Cold" in results:
+        parts += ["## First call and memory\n", _cold(results["Cold"])]
+    return "\n".join(parts)
+
+
+def _ratios(rows: dict, plain: str = "plain") -> str:
+    variants = list(dict.fromkeys(variant for row in rows.values() for variant in row if variant != "plain"))
+    lines = [f"| | {plain}, ms | " + " | ".join(variants) + " |", "| --- " * (len(variants) + 2) + "|"]
+    for name, row in rows.items():
+        cells = [f"{row['plain']['ms']:.2f}", *(_cell(row.get(variant)) for variant in variants)]
+        lines.append(f"| {name} | " + " | ".join(cells) + " |")
+    return "\n".join(lines) + "\n"
+
+
+def _cell(result: Optional[dict]) -> str:
+    if result is None:
+        return ""
+    if "error" in result:
+        return "does not run"
+    return f"{result['ratio']:.2f} [{result['low']:.2f} {result['high']:.2f}]"
+
+
+def _cold(results: dict) -> str:
+    lines = ["| | variant | first call, s | ratio | peak memory, MiB | ratio |", "| --- " * 6 + "|"]
+    for name, rows in results.items():
+        plain = rows["plain"]
+        for variant, row in rows.items():
+            first, peak = row["first_call_s"], row["peak_mib"]
+            ratios = first / plain["first_call_s"], peak / plain["peak_mib"]
+            lines.append(f"| {name} | {variant} | {first:.2f} | {ratios[0]:.2f} | {peak:.0f} | {ratios[1]:.2f} |")
+    return "\n".join(lines) + "\n"

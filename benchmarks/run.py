@@ -1,0 +1,96 @@
+"""Measure everything, each framework in a process of its own, and write RESULTS.md, results.json and results.png."""
+
+import argparse
+import datetime
+import json
+import os
+import platform
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+from benchmarks import report, workloads
+
+HERE = Path(__file__).parent
+PEERS = HERE.parent / ".venv-bench/bin/python"
+COLD_VARIANTS = ["plain", "stock", "ours", "ours, plain ops", "ours, fused"]
+COLD_WORKLOADS = {"first call": "mlp_b16_h128_l60", "peak memory": "mlp_b16_h2048_l6"}
+
+
+def run(python: str, module: str, *arguments: str) -> dict:
+    """Run a benchmark module in a new process and return what it wrote."""
+    with tempfile.TemporaryDirectory() as folder:
+        out = Path(folder) / "out.json"
+        command = [python, "-m", f"benchmarks.{module}", "--out", str(out), *arguments]
+        print("*", module, *arguments, file=sys.stderr, flush=True)
+        subprocess.run(command, check=True, cwd=HERE.parent, env={**os.environ, "GLOG_v": "3"})
+        return json.loads(out.read_text(encoding="utf-8"))
+
+
+def versions(python: str, names: list[str]) -> dict[str, str]:
+    """Return the installed versions in an environment."""
+    code = "import importlib.metadata as m, json, sys; print(json.dumps({n: m.version(n) for n in sys.argv[1:]}))"
+    return json.loads(subprocess.run([python, "-c", code, *names], check=True, capture_output=True, text=True).stdout)
+
+
+def processor() -> str:
+    """Return the name of the processor."""
+    lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines() if Path("/proc/cpuinfo").exists() else []
+    names = [line.split(":")[1].strip() for line in lines if line.startswith("model name")]
+    return names[0] if names else platform.processor()
+
+
+def cold_runs(repeats: int) -> dict:
+    """Return the best first-call time and the peak memory of each variant, from fresh processes."""
+    results: dict = {}
+    for title, workload in COLD_WORKLOADS.items():
+        results[f"{title}, {workload}"] = rows = {}
+        for variant in COLD_VARIANTS:
+            runs = [
+                run(sys.executable, "mindspore_steps", "--cold", variant, "--workloads", workload)
+                for _ in range(repeats)
+            ]
+            rows[variant] = {key: min(one[key] for one in runs) for key in runs[0]}
+    return results
+
+
+def main() -> None:
+    """Measure and write the results; with --quick a small part of it, to the terminal only."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--quick", action="store_true", help="less than a minute, and nothing is written")
+    parser.add_argument("--rounds", type=int, default=None)
+    parser.add_argument("--workloads", nargs="+", default=None)
+    options = parser.parse_args()
+    rounds = options.rounds or (workloads.QUICK_ROUNDS if options.quick else workloads.ROUNDS)
+    names = options.workloads or (workloads.QUICK if options.quick else workloads.WORKLOADS)
+    common = ["--rounds", str(rounds), "--workloads", *names]
+    quick = ["--quick"] if options.quick else []
+    results: dict = {
+        "date": datetime.date.today().isoformat(),
+        "machine": f"{processor()}, {os.cpu_count()} cores, {platform.system()}",
+        "load before": os.getloadavg()[0],
+        "rounds": rounds,
+        "versions": versions(sys.executable, ["mindspore", "numpy"]),
+        "MindSpore GRAPH": run(sys.executable, "mindspore_steps", *common, *quick),
+    }
+    if not options.quick:
+        results["MindSpore PYNATIVE"] = run(sys.executable, "mindspore_steps", "--mode", "PYNATIVE", *common)
+    if PEERS.exists():
+        results["versions"].update(versions(str(PEERS), ["torch", "jax", "flax", "optax"]))
+        results["PyTorch"] = run(str(PEERS), "torch_steps", *common)
+        results["Flax"] = run(str(PEERS), "flax_steps", *common)
+    results["Kernel"] = run(sys.executable, "kernel", *quick)
+    if options.quick:
+        print(report.markdown(results))
+        return
+    results["Cold"] = cold_runs(3)
+    (HERE / "results.json").write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
+    (HERE / "RESULTS.md").write_text(report.markdown(results), encoding="utf-8")
+    chart = ["-m", "benchmarks.chart", str(HERE / "results.json"), str(HERE / "results.png")]
+    subprocess.run([str(PEERS), *chart], check=True, cwd=HERE.parent)
+    print(f"Wrote {HERE / 'RESULTS.md'}, results.json and results.png.")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,80 @@
+"""PyTorch: plain, and with its GradScaler. Run as a script in the benchmark's own environment."""
+
+import argparse
+from collections.abc import Callable
+
+import numpy as np
+import torch
+from torch import nn
+
+from benchmarks import timing, workloads
+
+
+def build_net(workload: str) -> tuple[nn.Module, np.ndarray, np.ndarray]:
+    """Return a net, a batch of inputs and one of targets of the same shape as its output."""
+    torch.manual_seed(1)
+    rng = np.random.default_rng(1)
+    if workload in workloads.MLP:
+        batch, width, layers = workloads.MLP[workload]
+        modules = [module for _ in range(layers) for module in (nn.Linear(width, width), nn.ReLU())]
+        net, shape, out = nn.Sequential(*modules[:-1]), (batch, width), (batch, width)
+    elif workload == "lenet5_b32":
+        net = nn.Sequential(
+            nn.Conv2d(1, 6, 5),
+            nn.ReLU(),
+            nn.MaxPool2d(2, 2),
+            nn.Conv2d(6, 16, 5),
+            nn.ReLU(),
+            nn.MaxPool2d(2, 2),
+            nn.Flatten(),
+            nn.Linear(400, 120),
+            nn.ReLU(),
+            nn.Linear(120, 84),
+            nn.ReLU(),
+            nn.Linear(84, 10),
+        )
+        shape, out = (workloads.LENET_BATCH, 1, 32, 32), (workloads.LENET_BATCH, 10)
+    else:
+        batch, length, width, heads, layers, hidden = workloads.TRANSFORMER
+        layer = nn.TransformerEncoderLayer(width, heads, hidden, dropout=0.0, batch_first=True)
+        net, shape = nn.TransformerEncoder(layer, layers), (batch, length, width)
+        out = shape
+    inputs, targets = (rng.standard_normal(s).astype(np.float32) * 0.1 for s in (shape, out))
+    return net, inputs, targets
+
+
+def build_step(variant: str, workload: str) -> Callable[[], float]:
+    """Return one training step as a function that ends by reading the loss."""
+    net, inputs, targets = build_net(workload)
+    optimizer = torch.optim.SGD(net.parameters(), workloads.LEARNING_RATE, workloads.MOMENTUM)
+    loss_fn = nn.MSELoss()
+    x, y = torch.from_numpy(inputs), torch.from_numpy(targets)
+    scaler = torch.amp.GradScaler("cpu", init_scale=workloads.LOSS_SCALE, growth_interval=10**6)
+
+    def plain() -> float:
+        optimizer.zero_grad()
+        loss = loss_fn(net(x), y)
+        loss.backward()
+        optimizer.step()
+        return loss.item()
+
+    def scaled() -> float:
+        optimizer.zero_grad()
+        loss = loss_fn(net(x), y)
+        scaler.scale(loss).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        return loss.item()
+
+    return scaled if variant == "GradScaler" else plain
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--rounds", type=int, default=workloads.ROUNDS)
+    parser.add_argument("--workloads", nargs="+", default=workloads.WORKLOADS)
+    parser.add_argument("--out", required=True)
+    options = parser.parse_args()
+    variants = ["plain", "plain again", "GradScaler"]
+    rows = {name: lambda name=name: {v: build_step(v, name) for v in variants} for name in options.workloads}
+    timing.write(options.out, timing.measure(rows, options.rounds))

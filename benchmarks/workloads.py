@@ -1,0 +1,16 @@
+"""The workloads, by numbers: every framework builds the same nets from them."""
+
+# name: (batch, width, layers) of Dense + ReLU
+MLP = {
+    "mlp_b16_h2048_l6": (16, 2048, 6),
+    "mlp_b64_h512_l4": (64, 512, 4),
+    "mlp_b16_h128_l60": (16, 128, 60),
+}
+LENET_BATCH = 32
+# batch, sequence, width, heads, layers, feed-forward width
+TRANSFORMER = (8, 32, 128, 4, 2, 512)
+WORKLOADS = [*MLP, "lenet5_b32", "transformer"]
+QUICK = ["mlp_b64_h512_l4", "lenet5_b32"]
+LEARNING_RATE, MOMENTUM = 1e-3, 0.9
+LOSS_SCALE = 2.0**10
+ROUNDS, QUICK_ROUNDS = 60, 15
