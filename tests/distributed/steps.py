@@ -70,7 +70,9 @@ def rows_of(step, ranks, rank=None):
 
 
 def restore(cell, values):
-    ms.load_param_into_net(cell, {name: ms.Parameter(Tensor(v.copy()), name=name) for name, v in values.items()})
+    """Set all Parameters, in place: `load_param_into_net` leaves a compiled optimizer with the old ones."""
+    for parameter in cell.get_parameters():
+        ops.assign(parameter, Tensor(values[parameter.name].copy()))
 
 
 def sweep(cell, ranks, rank=None):

@@ -46,6 +46,18 @@ def test_resume_is_bit_identical(mode, tmp_path):
     assert all_same(parameters(cell), parameters(resumed))
 
 
+def test_a_cell_that_has_stepped_goes_back(mode, tmp_path):
+    cell = train_cell()
+    take(cell, 0, 3)
+    save_train_state(tmp_path, cell, 3)
+    take(cell, 3, 8)
+    expected = parameters(cell)
+    for _ in range(2):
+        load_train_state(tmp_path, cell)
+        take(cell, 3, 8)
+        assert all_same(parameters(cell), expected)
+
+
 def test_the_previous_one_is_kept_and_older_ones_go(tmp_path):
     cell = train_cell()
     for step in (1, 2, 3):
