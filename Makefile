@@ -6,7 +6,7 @@ RUN := $(BIN)/python
 STAMP := $(VENV)/.installed
 
 .DEFAULT_GOAL := help
-.PHONY: help install train test test-all test-oldest check format bench bench-quick clean
+.PHONY: help install train train-distributed test test-all test-oldest check format bench bench-quick clean
 
 help:  ## list the commands
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
@@ -20,6 +20,13 @@ $(STAMP): setup.py pyproject.toml
 
 train: install  ## train LeNet on real digits with dynamic loss scaling, and draw what happened (out/*.png)
 	$(RUN) -m examples.lenet
+
+WORKERS ?= 2
+train-distributed: install  ## train it on 2 ranks of this machine (WORKERS=2)
+	PATH="$(CURDIR)/$(BIN):$$PATH" MS_NODE_TIMEOUT=30 msrun --worker_num=$(WORKERS) --local_worker_num=$(WORKERS) \
+		--master_port=$$($(RUN) -c "import socket; s = socket.socket(); s.bind(('', 0)); print(s.getsockname()[1])") \
+		--join=True --log_dir=out/data_parallel examples/data_parallel.py
+	@grep --no-filename accuracy= out/data_parallel/worker_*.log
 
 test: install  ## run the tests, with coverage
 	$(RUN) -m pytest -m "not slow" --cov --cov-report=term

@@ -14,6 +14,7 @@ from cells.accumulate import GradientAccumulator
 from cells.backward import extras_of, fixed_input_count, gradient_seed, loss_of, scale_of_call
 from cells.clip import ClipByGlobalNorm, ClipByNormBase
 from cells.ema import EMA
+from cells.ranks import check_ranks_agree, check_world
 from cells.unscale import SparseGradients, cast_like, cast_up, may_have_sparse_gradients, unscale, usable_scale
 from cells.update import LossScaleUpdateCell
 
@@ -84,6 +85,7 @@ class TrainOneStepWithLossScaleCell(nn.TrainOneStepWithLossScaleCell):
         TypeError: if `scale_sense` is neither a Cell nor a Tensor of real numbers.
         ValueError: if the Tensor's shape is neither () nor (1,), its value is not finite and > 0, the update cell
             already belongs to another train cell, an option is out of range, or options exclude each other.
+        RuntimeError: in data parallel, if there is only one rank; at the first call, if loss scales differ by rank.
 
     Supported Platforms:
         ``Ascend`` ``GPU`` ``CPU``
@@ -121,6 +123,7 @@ class TrainOneStepWithLossScaleCell(nn.TrainOneStepWithLossScaleCell):
         accumulate_steps = check_positive_int("accumulate_steps", accumulate_steps, owner)
         sparse = may_have_sparse_gradients(network)
         check_options(owner, accumulate_steps, clip_grad, ema, names, sparse, self_scaled)
+        check_world(owner)
         super().__init__(network, optimizer, scale_sense)
         self.scale_sense.requires_grad = False
         if isinstance(scale_sense, LossScaleUpdateCell):
@@ -172,6 +175,13 @@ class TrainOneStepWithLossScaleCell(nn.TrainOneStepWithLossScaleCell):
         )
         if ema is not None and not ema.is_bound:
             ema.bind(self.weights)
+        self._ranks_checked = not self.reducer_flag
+
+    def __call__(self, *inputs: Any, **named_inputs: Any) -> Any:
+        if not self._ranks_checked:
+            check_ranks_agree(self)
+            self._ranks_checked = True
+        return super().__call__(*inputs, **named_inputs)
 
     def construct(self, *inputs):
         scale_is_input = self.scale_every_call or len(inputs) == self.inputs_with_scale

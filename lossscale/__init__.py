@@ -14,6 +14,7 @@ from lossscale._cells import (
     TrainOneStepWithLossScaleCell,
     backend,
 )
+from lossscale.checkpoint import load_train_state, save_train_state
 from lossscale.find_loss_scale import LossScaleReport, find_loss_scale
 from lossscale.finite import NonfiniteGradient, all_finite, find_nonfinite
 from lossscale.grad_scaler import GradScaler
@@ -56,6 +57,8 @@ __all__ = [
     "build_train_network",
     "find_loss_scale",
     "find_nonfinite",
+    "load_train_state",
     "plot_history",
     "read_history",
+    "save_train_state",
 ]

@@ -6,6 +6,7 @@ from typing import Any, Optional, Union
 from mindspore import Tensor, jit_class, ops
 from mindspore import dtype as mstype
 
+from cells.ranks import on_any_rank
 from cells.unscale import multiply
 from lossscale._arithmetic import unscale_and_check
 from lossscale._scale_state import ScaleState, checked_scale
@@ -42,6 +43,10 @@ class GradScaler(ScaleState):
 
     in float64, rounded to float32 once: the same series of scales as PyTorch's to the bit, except that it stops at
     the smallest normal float32 (2**-126) where PyTorch's goes on to 0 and never comes back.
+
+    In data parallel, reduce the gradients over the ranks before or after `unscale_`, as you like: whether any
+    overflowed is asked of all ranks, by one SUM of one float, so all skip and scale alike. Every rank must make the
+    same calls.
 
     The scale is a Parameter, so `scale` and `get_scale` may be used in functions compiled by MindSpore, which see
     it change without being compiled again. `unscale_`, `step` and `update` are host calls, for Python only.
@@ -146,7 +151,8 @@ class GradScaler(ScaleState):
         return unscaled
 
     def _unscale_and_check(self, state: OptimizerState, grads: tuple) -> tuple:
-        unscaled, state.overflow = unscale_and_check(grads, self._scale)
+        unscaled, overflow = unscale_and_check(grads, self._scale)
+        state.overflow = on_any_rank(overflow)  # the gradients may be this rank's own
         state.stage = Stage.UNSCALED
         return unscaled
 

@@ -1,0 +1,236 @@
+"""Save a train cell so that no crash can lose it, and refuse to load what is not a whole checkpoint of it."""
+
+import os
+import re
+from pathlib import Path
+from typing import Any, Optional, Union
+
+import mindspore
+import numpy as np
+from mindspore import Parameter, nn, ops
+
+from cells._check import check_positive_int
+from cells.ranks import gather, rank, world_size
+
+_NAME = re.compile(r"step_(\d{10})\.ckpt")
+_STEP = "train_state_step"
+_OFFERED = 8  # so many of its newest checkpoints does each rank offer when they look for a common one
+
+
+def save_train_state(folder: Union[str, Path], train_cell: nn.Cell, step: int, keep: int = 2) -> Path:
+    """Save all Parameters of `train_cell` after step number `step`, whole or not at all.
+
+    ::
+
+        write <folder>/step_<step>.partial, with a checksum; fsync it
+        rename it to <folder>/step_<step>.ckpt; fsync the folder
+        only then remove all but the newest `keep` checkpoints
+
+    so that a crash or a full disk at any moment leaves the previous checkpoint as it was. In data parallel each
+    rank saves into ``<folder>/rank_<rank>``. The file is one of `mindspore.save_checkpoint`.
+
+    MindSpore's `ModelCheckpoint` also writes beside and renames, but without fsync, and deletes its oldest file
+    before it writes: with it, use ``keep_checkpoint_max`` of 2 or more.
+
+    Args:
+        folder: where to save; made if it is missing.
+        train_cell: the train cell, not the network: it holds the optimizer's state and the loss scale as well.
+        step: how many steps it has made, an int > 0.
+        keep: how many checkpoints to keep, an int > 0; two or more let ranks that were stopped between two
+            saves agree on one that all have. Default: 2.
+
+    Returns:
+        The path of the new checkpoint.
+
+    Raises:
+        TypeError, ValueError: if `step` or `keep` is not an int > 0.
+        OSError: if it could not be written; the message names the file, and older checkpoints are still there.
+
+    Supported Platforms:
+        ``Ascend`` ``GPU`` ``CPU``
+
+    Examples:
+        >>> import tempfile
+        >>> from lossscale import DynamicLossScaleManager, build_train_network, load_train_state, save_train_state
+        >>> from mindspore import nn
+        >>> net = nn.Dense(4, 1)
+        >>> optimizer = nn.Momentum(net.trainable_params(), learning_rate=0.1, momentum=0.9)
+        >>> manager = DynamicLossScaleManager()
+        >>> train_cell = build_train_network(net, optimizer, nn.MSELoss(), loss_scale_manager=manager)
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     first_step = load_train_state(folder, train_cell)  # 0: nothing saved yet
+        ...     _ = save_train_state(folder, train_cell, step=100)
+        ...     load_train_state(folder, train_cell)
+        100
+    """
+    check_positive_int("step", step, "save_train_state")
+    check_positive_int("keep", keep, "save_train_state")
+    folder = _folder_of_rank(folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    path = _path(folder, step)
+    partial = path.with_suffix(".partial.ckpt")  # MindSpore itself writes to step_<step>.partial.tmp first
+    try:
+        mindspore.save_checkpoint(train_cell, str(partial), append_dict={_STEP: int(step)}, crc_check=True)
+        _flush(partial)
+        os.replace(partial, path)
+        _flush(folder)
+    except Exception as error:
+        _remove_partial(folder)
+        raise OSError(
+            f"The checkpoint {path} could not be written: {error}. Older checkpoints in {folder} are untouched."
+        ) from error
+    _remove_partial(folder)
+    for old in _saved_steps(folder)[:-keep]:
+        _path(folder, old).unlink(missing_ok=True)
+    return path
+
+
+def load_train_state(folder: Union[str, Path], train_cell: nn.Cell, step: Optional[int] = None) -> int:
+    """Load the newest checkpoint of `save_train_state` into `train_cell`, all of it or nothing.
+
+    In data parallel, where all ranks must call this, it is the newest one that every rank has.
+
+    Args:
+        folder: what `save_train_state` was given.
+        train_cell: a train cell built like the one that was saved.
+        step: load the checkpoint of this step. Default: None, the newest.
+
+    Returns:
+        The number of steps that the train cell has made: 0, and nothing is loaded, if no rank has a checkpoint.
+
+    Raises:
+        FileNotFoundError: if there is no checkpoint of `step`.
+        ValueError: if the file is damaged, of another train cell or of another step. The message names the file
+            and the Parameter; the train cell is as it was.
+        RuntimeError: if ranks have checkpoints, but none of a step that all have.
+
+    Supported Platforms:
+        ``Ascend`` ``GPU`` ``CPU``
+
+    Examples:
+        See `save_train_state`.
+    """
+    folder = _folder_of_rank(folder)
+    if step is None:
+        step = _newest_common(folder)
+    if step == 0:
+        return 0
+    path = _path(folder, step)
+    if not path.exists():
+        raise FileNotFoundError(f"There is no checkpoint {path}; saved are the steps {_saved_steps(folder)}.")
+    saved = _read(path)
+    _check_fits(path, saved, step, {p.name: p for p in train_cell.get_parameters()})
+    # In place: after load_param_into_net a train cell that has stepped before may go on updating the old Parameters.
+    for parameter in train_cell.get_parameters():
+        ops.assign(parameter, saved[parameter.name])
+    return step
+
+
+def _folder_of_rank(folder: Union[str, Path]) -> Path:
+    return Path(folder) / f"rank_{rank()}" if world_size() > 1 else Path(folder)
+
+
+def _path(folder: Path, step: int) -> Path:
+    return folder / f"step_{step:010d}.ckpt"
+
+
+def _saved_steps(folder: Path) -> list[int]:
+    names = [_NAME.fullmatch(path.name) for path in folder.iterdir()] if folder.is_dir() else []
+    return sorted(int(name.group(1)) for name in names if name)
+
+
+def _remove_partial(folder: Path) -> None:
+    """Remove what interrupted saves left."""
+    for path in folder.glob("step_*.partial.*"):
+        path.unlink(missing_ok=True)
+
+
+def _flush(path: Path) -> None:
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def _newest_common(folder: Path) -> int:
+    """Return the newest step that all ranks have saved, 0 if none has saved any."""
+    steps = _saved_steps(folder)
+    if world_size() == 1:
+        return steps[-1] if steps else 0
+    offered = np.zeros(_OFFERED, np.int32)
+    newest = steps[-_OFFERED:]
+    offered[: len(newest)] = newest
+    by_rank = [{int(step) for step in row if step} for row in gather(offered)]
+    common = set.intersection(*by_rank)
+    if not common and any(by_rank):
+        listing = {number: sorted(own) for number, own in enumerate(by_rank)}
+        raise RuntimeError(
+            f"No step was saved by every rank; the steps by rank are {listing}, this rank's folder is {folder}. Copy "
+            "the missing checkpoint from a rank that has it (ranks are equal in data parallel), or remove all."
+        )
+    return max(common, default=0)
+
+
+def _read(path: Path) -> dict[str, Any]:
+    cut = _cut_off_at(path)
+    if cut is not None:
+        raise ValueError(f"The checkpoint {path} is damaged: it is cut off at {cut}. Use an older one.")
+    try:
+        return mindspore.load_checkpoint(str(path), crc_check=True)
+    except Exception as error:
+        raise ValueError(f"The checkpoint {path} is damaged: {error}. Use an older one.") from error
+
+
+def _cut_off_at(path: Path) -> Optional[str]:
+    """Return what a file of MindSpore's checkpoint format breaks off at, None if it ends with its checksum.
+
+    The format is a row of protobuf records, each ``0x0A, varint length, (0x0A, varint length, name), value``, and
+    then ``crc_num`` and ten bytes. MindSpore itself reads a file that ends between two records as a smaller one.
+    """
+    content = memoryview(path.read_bytes())
+    position, name = 0, "its start"
+    while position < len(content) and bytes(content[position : position + 7]) != b"crc_num":
+        try:
+            length, start = _varint(content, position + 1)
+            name_length, name_start = _varint(content, start + 1)
+            name = repr(bytes(content[name_start : name_start + name_length]).decode())
+        except (IndexError, UnicodeDecodeError):
+            return f"{name} or behind it"
+        position = start + length
+        if position > len(content):
+            return name
+    return None if position + 17 == len(content) else f"{name} or behind it"
+
+
+def _varint(content: memoryview, position: int) -> tuple[int, int]:
+    """Return a number of protobuf's variable length, and the position behind it."""
+    value = shift = 0
+    while content[position] & 0x80:
+        value |= (content[position] & 0x7F) << shift
+        position, shift = position + 1, shift + 7
+    return value | content[position] << shift, position + 1
+
+
+def _check_fits(path: Path, saved: dict[str, Any], step: int, wanted: dict[str, Parameter]) -> None:
+    """Remove the step from `saved`; raise ValueError if the rest is not exactly what `wanted` needs."""
+    stored = int(saved.pop(_STEP, 0))
+    if stored != step:
+        raise ValueError(
+            f"The checkpoint {path} should hold '{_STEP}' = {step}, but holds {stored or None}: it was not written by "
+            "save_train_state, or was renamed."
+        )
+    missing = sorted(set(wanted) - set(saved))
+    unknown = sorted(set(saved) - set(wanted))
+    if missing or unknown:
+        raise ValueError(
+            f"The checkpoint {path} is of another train cell: it lacks {missing} and has unknown {unknown}. Build the "
+            "train cell as it was when saved."
+        )
+    for name, parameter in wanted.items():
+        value = saved[name]
+        if value.shape != parameter.shape or value.dtype != parameter.dtype:
+            raise ValueError(
+                f"The checkpoint {path} is of another train cell: its '{name}' is {value.dtype} of shape "
+                f"{value.shape}, but {parameter.dtype} of shape {parameter.shape} is needed."
+            )
