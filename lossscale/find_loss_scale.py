@@ -120,8 +120,8 @@ class LossScaleReport:
             f"This network {need} loss scaling: at scale 1, {_percent(lost)} of its {self.total.values} gradient "
             "values flush to zero in float16.",
             "",
-            f"- usable scales: {power(self.smallest)} to {power(self.largest)} (at most {self.tolerance:.2%} flushed, "
-            "no overflow)",
+            f"- usable scales: {power(self.smallest)} to {power(self.largest)} (no overflow; at the smallest "
+            f"{_percent(self.total.flushed(self.smallest))} flushed)",
             f"- recommended initial scale: {power(self.recommended)} = {self.recommended:.0f}",
             "",
             "| scale | flushed to zero | overflow in |",
