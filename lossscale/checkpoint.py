@@ -101,7 +101,7 @@ def load_train_state(folder: Union[str, Path], train_cell: nn.Cell, step: Option
     Raises:
         FileNotFoundError: if there is no checkpoint of `step`.
         ValueError: if the file is damaged, of another train cell or of another step. The message names the file
-            and the Parameter; the train cell is as it was.
+            and, unless bytes in it were changed, the Parameter; the train cell is as it was.
         RuntimeError: if ranks have checkpoints, but none of a step that all have.
 
     Supported Platforms:
