@@ -7,16 +7,17 @@ import pytest
 MODES = {"GRAPH": ms.GRAPH_MODE, "PYNATIVE": ms.PYNATIVE_MODE}
 
 
-@pytest.fixture(params=MODES, autouse=False)
+@pytest.fixture(params=MODES)
 def mode(request):
     """Run the test in GRAPH_MODE and in PYNATIVE_MODE."""
-    before = ms.get_context("mode")
     ms.set_context(mode=MODES[request.param])
-    yield request.param
-    ms.set_context(mode=before)
+    return request.param
 
 
 @pytest.fixture(autouse=True)
-def _fixed_seed():
+def _own_seed_and_mode():
+    before = ms.get_context("mode")
     ms.set_seed(1)
     np.random.seed(1)
+    yield
+    ms.set_context(mode=before)
