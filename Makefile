@@ -4,6 +4,8 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 RUN := $(BIN)/python
 STAMP := $(VENV)/.installed
+# Test processes at a time; compiling a graph keeps one core busy.
+JOBS ?= 2
 
 .DEFAULT_GOAL := help
 .PHONY: help install train train-distributed test test-all test-oldest check format bench bench-quick clean
@@ -29,15 +31,15 @@ train-distributed: install  ## train it on 2 ranks of this machine (WORKERS=2)
 	@grep --no-filename accuracy= out/data_parallel/worker_*.log
 
 test: install  ## run the tests, with coverage
-	$(RUN) -m pytest -m "not slow" --cov --cov-report=term
+	$(RUN) -m pytest -n $(JOBS) -m "not slow" --cov --cov-report=term
 
 test-all: install  ## run the slow tests too
-	$(RUN) -m pytest --cov --cov-report=term
+	$(RUN) -m pytest -n $(JOBS) --cov --cov-report=term
 
 test-oldest:  ## run the tests on the oldest MindSpore that is supported
 	test -x .venv-oldest/bin/python || $(PYTHON) -m venv .venv-oldest
 	.venv-oldest/bin/python -m pip install --quiet --disable-pip-version-check --editable ".[test]" mindspore==2.7.0
-	.venv-oldest/bin/python -m pytest -m "not slow"
+	.venv-oldest/bin/python -m pytest -n $(JOBS) -m "not slow"
 
 check: install  ## check format, lint and types
 	$(BIN)/ruff format --check .

@@ -11,7 +11,7 @@ VERSION = re.search(r'^__version__ = "(.+)"$', (ROOT / "lossscale/__init__.py").
 PROGRESS = ["tqdm>=4.60"]
 PLOT = ["matplotlib>=3.7"]
 EXAMPLES = ["scikit-learn>=1.3", *PROGRESS, *PLOT]
-TEST = ["hypothesis==6.170.15", "pytest==9.2.0", "pytest-cov==7.1.0", *EXAMPLES]
+TEST = ["hypothesis==6.170.15", "pytest==9.2.0", "pytest-cov==7.1.0", "pytest-xdist==3.8.0", *EXAMPLES]
 DEV = ["mypy==2.4.1", "ruff==0.17.5", *TEST]
 
 # Optional: without a compiler the package installs all the same and works by plain MindSpore ops. Functions are

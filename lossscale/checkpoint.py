@@ -108,7 +108,15 @@ def load_train_state(folder: Union[str, Path], train_cell: nn.Cell, step: Option
         ``Ascend`` ``GPU`` ``CPU``
 
     Examples:
-        See `save_train_state`.
+        >>> import tempfile
+        >>> from lossscale import build_train_network, load_train_state
+        >>> from mindspore import nn
+        >>> net = nn.Dense(4, 1)
+        >>> optimizer = nn.Momentum(net.trainable_params(), learning_rate=0.1, momentum=0.9)
+        >>> train_cell = build_train_network(net, optimizer, nn.MSELoss(), level="O2")
+        >>> with tempfile.TemporaryDirectory() as folder:  # nothing saved yet: start from the beginning
+        ...     load_train_state(folder, train_cell)
+        0
     """
     folder = _folder_of_rank(folder)
     if step is None:

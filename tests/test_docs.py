@@ -12,11 +12,13 @@ from lossscale import TrainOneStepWithLossScaleCell
 ROOT = Path(__file__).parents[1]
 PAGE = ROOT / "docs" / "coming-from-pytorch.md"
 TRAIN_STEP = ROOT / "docs" / "train-step.md"
+MONITORING = ROOT / "docs" / "monitoring.md"
 MIGRATION = ROOT / "examples" / "migration" / "README.md"
 
 
-@pytest.mark.parametrize("page", [PAGE, TRAIN_STEP], ids=lambda page: page.stem)
-def test_python_blocks_run_as_one_script(tmp_path, capsys, page):
+@pytest.mark.parametrize("page", [PAGE, TRAIN_STEP, MONITORING], ids=lambda page: page.stem)
+def test_python_blocks_run_as_one_script(tmp_path, capsys, monkeypatch, page):
+    monkeypatch.chdir(tmp_path)
     blocks = re.findall(r"^```python\n(.*?)^```$", page.read_text(encoding="utf-8"), re.M | re.S)
     script = tmp_path / "page.py"  # MindSpore compiles from the source file
     script.write_text("\n".join(blocks), encoding="utf-8")
@@ -40,7 +42,7 @@ def test_table_names_every_recipe():
     assert all(f"`{name}` |" in text for name in [*recipes, "several_losses_and_optimizers"])
 
 
-@pytest.mark.parametrize("page", [PAGE, TRAIN_STEP, MIGRATION], ids=lambda page: page.stem)
+@pytest.mark.parametrize("page", sorted([*(ROOT / "docs").glob("*.md"), MIGRATION]), ids=lambda page: page.stem)
 def test_links_lead_to_files(page):
     for target in re.findall(r"\]\(([^)]+)\)", page.read_text(encoding="utf-8")):
         assert page.parent.joinpath(target).exists()
