@@ -13,4 +13,7 @@ WORKLOADS = [*MLP, "lenet5_b32", "transformer"]
 QUICK = ["mlp_b64_h512_l4", "lenet5_b32"]
 LEARNING_RATE, MOMENTUM = 1e-3, 0.9
 LOSS_SCALE = 2.0**10
+# The full step: micro-steps that make one update, the limit of the global norm (it clips), the decay of the averages.
+FULL = ["mlp_b64_h512_l4", "lenet5_b32"]
+ACCUMULATE_STEPS, CLIP_NORM, EMA_DECAY = 4, 1e-3, 0.999
 ROUNDS, QUICK_ROUNDS = 60, 15
