@@ -11,10 +11,12 @@ Every number is the time of a training step divided by that of the same framewor
 scaling, in the same round: all variants of one framework take turns in one process, after {warm_up} warm-up steps,
 {rounds} rounds, and each step ends by reading its loss. Median [quartiles]. *plain again* is the plain step measured a
 second time: what it differs from 1 is noise. float32 with Momentum unless the name says otherwise; O2 is MindSpore's
-mixed precision and is compared with a plain O2 step. *stock* is `nn.TrainOneStepWithLossScaleCell` with an `isfinite`
-check, without which it does not run on CPU; *stock functional* is `amp.DynamicLossScaler` with `amp.all_finite` in
-`ms.jit`; *fused* is `FusedMomentum` or `FusedAdamWeightDecay`, and *fused plain* the same optimizer in a step that
-neither scales nor looks. PyTorch: `GradScaler("cpu")`. Flax: `DynamicScale` in `jit`, donated, skipping by `where`.
+mixed precision and is compared with a plain O2 step. To keep the whole within a quarter of an hour, O2 has
+{o2_rounds} rounds, and O2 and PYNATIVE fewer variants. *stock* is `nn.TrainOneStepWithLossScaleCell` with an
+`isfinite` check, without which it does not run on CPU; *stock functional* is `amp.DynamicLossScaler` with
+`amp.all_finite` in `ms.jit`; *plain ops* is this library without its native kernel; *fused* is `FusedMomentum` or
+`FusedAdamWeightDecay`, and *fused plain* the same optimizer in a step that neither scales nor looks. PyTorch:
+`GradScaler("cpu")`. Flax: `DynamicScale` in `jit`, donated, skipping by `where`.
 """
 
 FULL_STEP = """\
@@ -39,7 +41,7 @@ def markdown(results: dict) -> str:
         "# What loss scaling costs\n",
         f"Measured {results['date']} by `make bench` on {results['machine']}; load before the run "
         f"{results['load before']:.2f}; {versions}.\n",
-        METHOD.format(warm_up=5, rounds=results["rounds"]),
+        METHOD.format(warm_up=5, rounds=results["rounds"], o2_rounds=min(results["rounds"], workloads.O2_ROUNDS)),
     ]
     for framework in FRAMEWORKS:
         if framework in results:

@@ -105,7 +105,7 @@ def main() -> None:
     if options.quick:
         print(report.markdown(results))
         return
-    results["Cold"] = cold_runs(3)
+    results["Cold"] = cold_runs(2)
     (HERE / "results.json").write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
     (HERE / "RESULTS.md").write_text(report.markdown(results), encoding="utf-8")
     chart = ["-m", "benchmarks.chart", str(HERE / "results.json"), str(HERE / "results.png")]
