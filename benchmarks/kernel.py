@@ -9,7 +9,7 @@ import numpy as np
 from benchmarks import timing
 from cells.native import library_path
 
-SIZES = [10**6, 10**7, 10**8]
+SIZES = [1, 10**3, 10**6, 10**7, 10**8]
 COUNTS = [10, 100, 1000]
 VALUES_EACH = 10_000
 
@@ -61,9 +61,7 @@ if __name__ == "__main__":
     parser.add_argument("--quick", action="store_true")
     parser.add_argument("--out", required=True)
     options = parser.parse_args()
-    sizes = SIZES[:2] if options.quick else SIZES
-    rows = {f"1 tensor of {size:,} values": lambda size=size: build(1, size) for size in sizes}
-    rows["6 tensors of 4,194,304 values"] = lambda: build(6, 2048 * 2048)
-    for count in COUNTS:
-        rows[f"{count} tensors of {VALUES_EACH:,} values"] = lambda count=count: build(count, VALUES_EACH)
+    sizes = SIZES[:4] if options.quick else SIZES
+    calls = [(1, size) for size in sizes] + [(6, 2048 * 2048)] + [(count, VALUES_EACH) for count in COUNTS]
+    rows = {f"{count:,} x {size:,}": lambda call=(count, size): build(*call) for count, size in calls}
     timing.write(options.out, timing.measure(rows, options.rounds))

@@ -2,6 +2,8 @@
 
 from typing import Optional
 
+from benchmarks import workloads
+
 FRAMEWORKS = ["MindSpore GRAPH", "MindSpore PYNATIVE", "PyTorch", "Flax"]
 
 METHOD = """\
@@ -9,10 +11,26 @@ Every number is the time of a training step divided by that of the same framewor
 scaling, in the same round: all variants of one framework take turns in one process, after {warm_up} warm-up steps,
 {rounds} rounds, and each step ends by reading its loss. Median [quartiles]. *plain again* is the plain step measured a
 second time: what it differs from 1 is noise. float32 with Momentum unless the name says otherwise; O2 is MindSpore's
-mixed precision and is compared with a plain O2 step. *stock* is `nn.TrainOneStepWithLossScaleCell` with an `isfinite`
-check, without which it does not run on CPU; *stock functional* is `amp.DynamicLossScaler` with `amp.all_finite` in
-`ms.jit`; *fused* is `FusedMomentum` or `FusedAdamWeightDecay`, and *fused plain* the same optimizer in a step that
-neither scales nor looks. PyTorch: `GradScaler("cpu")`. Flax: `DynamicScale` in `jit`, donated, skipping by `where`.
+mixed precision and is compared with a plain O2 step. To keep the whole within a quarter of an hour, O2 has
+{o2_rounds} rounds, and O2 and PYNATIVE fewer variants. *stock* is `nn.TrainOneStepWithLossScaleCell` with an
+`isfinite` check, without which it does not run on CPU; *stock functional* is `amp.DynamicLossScaler` with
+`amp.all_finite` in `ms.jit`; *plain ops* is this library without its native kernel; *fused* is `FusedMomentum` or
+`FusedAdamWeightDecay`, and *fused plain* the same optimizer in a step that neither scales nor looks. PyTorch:
+`GradScaler("cpu")`. Flax: `DynamicScale` in `jit`, donated, skipping by `where`.
+"""
+
+FULL_STEP = """\
+One update: {accumulate_steps} micro-steps whose gradients are accumulated in float32, their mean clipped by the global
+norm, the optimizer, and an exponential average of the weights, with dynamic loss scaling; divided by the same
+arithmetic without scaling or check. Each round is one such window and ends by reading the last loss. MindSpore's plain
+step is written by hand with its ops, mean and clip in one multiply; *ops.clip_by_global_norm* is the same with
+MindSpore's own clip. PyTorch: `GradScaler`, `clip_grad_norm_` and `torch._foreach_lerp_`, over the same without
+`GradScaler`. Goal for *ours*: at most 1.15.
+"""
+
+SCALE_SERIES = """\
+{count} random series of {length} iterations, random factors and overflows: in {different} of them does
+`lossscale.GradScaler` give another scale than PyTorch's `GradScaler`, compared to the bit.
 """
 
 
@@ -23,18 +41,25 @@ def markdown(results: dict) -> str:
         "# What loss scaling costs\n",
         f"Measured {results['date']} by `make bench` on {results['machine']}; load before the run "
         f"{results['load before']:.2f}; {versions}.\n",
-        METHOD.format(warm_up=5, rounds=results["rounds"]),
+        METHOD.format(warm_up=5, rounds=results["rounds"], o2_rounds=min(results["rounds"], workloads.O2_ROUNDS)),
     ]
     for framework in FRAMEWORKS:
         if framework in results:
             parts += [f"## {framework}\n", _ratios(results[framework])]
+    if "Full step" in results:
+        parts += ["## Full step\n", FULL_STEP.format(accumulate_steps=workloads.ACCUMULATE_STEPS)]
+        for framework, rows in results["Full step"].items():
+            parts += [f"### {framework}\n", _ratios(rows)]
     parts += [
         "## One call of the kernel\n",
-        "Ratio to a `memcpy` of the same gradients in the same round; the check only reads.\n",
+        "Rows are tensors x float32 values in each. Ratio to a `memcpy` of the same gradients in the same round; the "
+        "check only reads. With few values this is the cost of a call from Python.\n",
         _ratios(results["Kernel"], plain="copy"),
     ]
     if "Cold" in results:
         parts += ["## First call and memory\n", _cold(results["Cold"])]
+    if "Scale series" in results:
+        parts += ["## The same scales as PyTorch\n", SCALE_SERIES.format(**results["Scale series"])]
     return "\n".join(parts)
 
 
@@ -42,9 +67,13 @@ def _ratios(rows: dict, plain: str = "plain") -> str:
     variants = list(dict.fromkeys(variant for row in rows.values() for variant in row if variant != "plain"))
     lines = [f"| | {plain}, ms | " + " | ".join(variants) + " |", "| --- " * (len(variants) + 2) + "|"]
     for name, row in rows.items():
-        cells = [f"{row['plain']['ms']:.2f}", *(_cell(row.get(variant)) for variant in variants)]
+        cells = [_milliseconds(row["plain"]["ms"]), *(_cell(row.get(variant)) for variant in variants)]
         lines.append(f"| {name} | " + " | ".join(cells) + " |")
     return "\n".join(lines) + "\n"
+
+
+def _milliseconds(value: float) -> str:
+    return f"{value:.2f}" if value >= 0.1 else f"{value:.2g}"
 
 
 def _cell(result: Optional[dict]) -> str:

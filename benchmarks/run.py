@@ -11,9 +11,11 @@ import tempfile
 from pathlib import Path
 
 from benchmarks import report, workloads
+from benchmarks.scale_series import LENGTH, count_differences
 
 HERE = Path(__file__).parent
 PEERS = HERE.parent / ".venv-bench/bin/python"
+SERIES = 200
 COLD_VARIANTS = ["plain", "stock", "ours", "ours, plain ops", "ours, fused"]
 COLD_WORKLOADS = {"first call": "mlp_b16_h128_l60", "peak memory": "mlp_b16_h2048_l6"}
 
@@ -55,6 +57,17 @@ def cold_runs(repeats: int) -> dict:
     return results
 
 
+def scale_series() -> dict:
+    """Return how many series of scales were compared with PyTorch's, each made where its framework is installed."""
+    ours = run(sys.executable, "scale_series", "--count", str(SERIES))
+    with tempfile.TemporaryDirectory() as folder:
+        cases = Path(folder) / "ours.json"
+        cases.write_text(json.dumps(ours), encoding="utf-8")
+        theirs = run(str(PEERS), "scale_series", "--cases", str(cases))
+    different = count_differences(ours["series"], theirs["series"])
+    return {"count": SERIES, "length": LENGTH, "different": different}
+
+
 def main() -> None:
     """Measure and write the results; with --quick a small part of it, to the terminal only."""
     parser = argparse.ArgumentParser(description=__doc__)
@@ -74,17 +87,25 @@ def main() -> None:
         "versions": versions(sys.executable, ["mindspore", "numpy"]),
         "MindSpore GRAPH": run(sys.executable, "mindspore_steps", *common, *quick),
     }
+    full_names = [name for name in workloads.FULL if name in names and not options.quick]
+    full = ["--full", "--rounds", str(rounds), "--workloads", *full_names]
+    if full_names:
+        results["Full step"] = {"MindSpore GRAPH": run(sys.executable, "mindspore_steps", *full)}
     if not options.quick:
         results["MindSpore PYNATIVE"] = run(sys.executable, "mindspore_steps", "--mode", "PYNATIVE", *common)
     if PEERS.exists():
         results["versions"].update(versions(str(PEERS), ["torch", "jax", "flax", "optax"]))
         results["PyTorch"] = run(str(PEERS), "torch_steps", *common)
         results["Flax"] = run(str(PEERS), "flax_steps", *common)
+        if full_names:
+            results["Full step"]["PyTorch"] = run(str(PEERS), "torch_steps", *full)
+        if not options.quick:
+            results["Scale series"] = scale_series()
     results["Kernel"] = run(sys.executable, "kernel", *quick)
     if options.quick:
         print(report.markdown(results))
         return
-    results["Cold"] = cold_runs(3)
+    results["Cold"] = cold_runs(2)
     (HERE / "results.json").write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
     (HERE / "RESULTS.md").write_text(report.markdown(results), encoding="utf-8")
     chart = ["-m", "benchmarks.chart", str(HERE / "results.json"), str(HERE / "results.png")]

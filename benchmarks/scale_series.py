@@ -1,15 +1,17 @@
 """Compare the scales of `lossscale.GradScaler` with those of PyTorch's own, on the same overflows, to the bit.
 
-Run it where PyTorch is installed: ``python -m benchmarks.scale_series [number of series]``.
+Where both are installed: ``python -m benchmarks.scale_series``. `make bench` has them in two environments: there one
+writes its series (``--out``), and the other writes those of the same cases (``--cases``).
 """
 
+import argparse
+import json
 import sys
+from pathlib import Path
 
-import mindspore as ms
 import numpy as np
-from mindspore import Tensor
 
-from lossscale import GradScaler
+from benchmarks import timing
 
 LENGTH = 12
 GRADIENTS = (1.0, float("inf"))
@@ -18,8 +20,8 @@ GRADIENTS = (1.0, float("inf"))
 class Idle:
     """An optimizer of one scalar that does nothing."""
 
-    def __init__(self):
-        self.parameters = (ms.Parameter(Tensor(1.0), name="w"),)
+    def __init__(self, *parameters):
+        self.parameters = parameters
 
     def __call__(self, grads):
         """Do nothing."""
@@ -27,7 +29,11 @@ class Idle:
 
 def our_series(settings, overflows):
     """The scale after each iteration, by this library."""
-    scaler, optimizer, scales = GradScaler(*settings), Idle(), []
+    from mindspore import Parameter, Tensor
+
+    from lossscale import GradScaler
+
+    scaler, optimizer, scales = GradScaler(*settings), Idle(Parameter(Tensor(1.0), name="w")), []
     for overflow in overflows:
         scaler.step(optimizer, (Tensor(GRADIENTS[overflow]),))
         scaler.update()
@@ -59,18 +65,35 @@ def random_case(rng):
     return settings, [bool(flag) for flag in rng.random(LENGTH) < rng.random()]
 
 
-def count_differences(count, seed=0):
-    """Return in how many of `count` random cases the two series differ."""
+def random_cases(count, seed=0):
+    """Return `count` random cases."""
     rng = np.random.default_rng(seed)
-    cases = [random_case(rng) for _ in range(count)]
-    return sum(our_series(*case) != torch_series(*case) for case in cases)
+    return [random_case(rng) for _ in range(count)]
+
+
+def count_differences(series, others):
+    """Return how many series differ from the others' of the same cases."""
+    return sum(ours != theirs for ours, theirs in zip(series, others, strict=True))
 
 
 def main():
-    """Print how many series differ; fail if any does."""
-    count = int(sys.argv[1]) if len(sys.argv) > 1 else 1000
-    different = count_differences(count)
-    print(f"{count} series of {LENGTH} iterations: {different} differ from PyTorch's")
+    """Print how many series differ, and fail if any does; or write the series of one of the two."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--count", type=int, default=1000, help="number of series")
+    parser.add_argument("--out", help="write this library's cases and series to a file")
+    parser.add_argument("--cases", help="with --out: such a file, for whose cases PyTorch's series are written")
+    options = parser.parse_args()
+    if options.cases:
+        cases = json.loads(Path(options.cases).read_text(encoding="utf-8"))["cases"]
+        timing.write(options.out, {"series": [torch_series(*case) for case in cases]})
+        return
+    cases = random_cases(options.count)
+    series = [our_series(*case) for case in cases]
+    if options.out:
+        timing.write(options.out, {"cases": cases, "series": series})
+        return
+    different = count_differences(series, [torch_series(*case) for case in cases])
+    print(f"{options.count} series of {LENGTH} iterations: {different} differ from PyTorch's")
     sys.exit(different > 0)
 
 

@@ -34,7 +34,7 @@ def summary(seconds: dict[str, list[float]], plain: str = "plain") -> dict[str, 
     results = {}
     for name, times in seconds.items():
         ratios = [time_ / base for time_, base in zip(times, seconds[plain])]
-        low, middle, high = statistics.quantiles(ratios, n=4)
+        low, middle, high = statistics.quantiles(ratios, n=4, method="inclusive")
         results[name] = {"ms": statistics.median(times) * 1e3, "ratio": middle, "low": low, "high": high}
     return results
 

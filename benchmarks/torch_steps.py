@@ -69,12 +69,46 @@ def build_step(variant: str, workload: str) -> Callable[[], float]:
     return scaled if variant == "GradScaler" else plain
 
 
+def build_full_step(variant: str, workload: str) -> Callable[[], float]:
+    """Return one whole window of micro-steps, clipped and averaged, as a function that ends by reading the loss."""
+    net, inputs, targets = build_net(workload)
+    parameters = list(net.parameters())
+    averages = [parameter.detach().clone() for parameter in parameters]
+    optimizer = torch.optim.SGD(parameters, workloads.LEARNING_RATE, workloads.MOMENTUM)
+    loss_fn = nn.MSELoss()
+    x, y = torch.from_numpy(inputs), torch.from_numpy(targets)
+    scaled = variant == "GradScaler"
+    scaler = torch.amp.GradScaler("cpu", workloads.LOSS_SCALE, growth_interval=10**6)
+
+    def step() -> float:
+        optimizer.zero_grad()
+        for _ in range(workloads.ACCUMULATE_STEPS):
+            loss = loss_fn(net(x), y)
+            mean = loss / workloads.ACCUMULATE_STEPS
+            (scaler.scale(mean) if scaled else mean).backward()
+        if scaled:
+            scaler.unscale_(optimizer)
+        torch.nn.utils.clip_grad_norm_(parameters, workloads.CLIP_NORM)
+        if scaled:
+            scaler.step(optimizer)
+            scaler.update()
+        else:
+            optimizer.step()
+        with torch.no_grad():
+            torch._foreach_lerp_(averages, parameters, 1 - workloads.EMA_DECAY)
+        return loss.item()
+
+    return step
+
+
 if __name__ == "__main__":
     parser = argparse.ArgumentParser()
     parser.add_argument("--rounds", type=int, default=workloads.ROUNDS)
     parser.add_argument("--workloads", nargs="+", default=workloads.WORKLOADS)
+    parser.add_argument("--full", action="store_true", help="accumulation, clip and averages too")
     parser.add_argument("--out", required=True)
     options = parser.parse_args()
     variants = ["plain", "plain again", "GradScaler"]
-    rows = {name: lambda name=name: {v: build_step(v, name) for v in variants} for name in options.workloads}
+    build = build_full_step if options.full else build_step
+    rows = {name: lambda name=name: {v: build(v, name) for v in variants} for name in options.workloads}
     timing.write(options.out, timing.measure(rows, options.rounds))

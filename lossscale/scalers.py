@@ -89,7 +89,7 @@ class LossScaler(nn.Cell):
         Raises:
             TypeError: if something else is in `inputs`, such as a Python number.
         """
-        raise NotImplementedError
+        raise NotImplementedError(f"{type(self).__name__} must define scale().")
 
     def unscale(self, inputs: Any, keep_dtype: bool = True) -> Any:
         """Return `inputs`, usually the gradients, divided by the loss scale, computed in at least float32.
@@ -105,7 +105,7 @@ class LossScaler(nn.Cell):
         Raises:
             TypeError: if something else is in `inputs`.
         """
-        raise NotImplementedError
+        raise NotImplementedError(f"{type(self).__name__} must define unscale().")
 
     def adjust(self, grads_finite: Union[Tensor, bool]) -> bool:
         """Take note of one step, of which `grads_finite` says whether its gradients were all finite.
@@ -119,7 +119,7 @@ class LossScaler(nn.Cell):
         Raises:
             TypeError: if `grads_finite` is something else.
         """
-        raise NotImplementedError
+        raise NotImplementedError(f"{type(self).__name__} must define adjust().")
 
     def state_dict(self, **kwargs: Any) -> dict:
         """Return the state as a dict of Python numbers. Reads the device.

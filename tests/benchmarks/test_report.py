@@ -1,0 +1,53 @@
+"""The report and the picture, from numbers made up here."""
+
+import pytest
+
+from benchmarks import report
+
+
+def row(ratio):
+    """Return a summary of one variant."""
+    return {"ms": 2.0 * ratio, "ratio": ratio, "low": ratio - 0.01, "high": ratio + 0.02}
+
+
+@pytest.fixture
+def results():
+    """Return results of one workload."""
+    failed = {"error": "RuntimeError: no kernel"}
+    ours = {"net": {"plain": row(1.0), "stock": failed, "ours": row(1.03), "ours, fused": row(0.96)}}
+    return {
+        "date": "2000-01-01",
+        "machine": "an abacus",
+        "load before": 0.1,
+        "rounds": 40,
+        "versions": {"mindspore": "2.10.0"},
+        "MindSpore GRAPH": ours,
+        "PyTorch": {"net": {"plain": row(1.0), "GradScaler": row(1.06)}},
+        "Flax": {"net": {"plain": row(1.0), "DynamicScale": row(1.5)}},
+        "Kernel": {"1 x 1": {"plain": {**row(1.0), "ms": 0.00067}, "unscale": row(5.0)}},
+    }
+
+
+def test_the_full_step_and_the_scale_series_have_sections_where_they_were_measured(results):
+    assert "## Full step" not in report.markdown(results)
+    results["Full step"] = {"MindSpore GRAPH": {"net": {"plain": row(1.0), "ours": row(1.12)}}}
+    results["Scale series"] = {"count": 200, "length": 12, "different": 3}
+    text = report.markdown(results)
+    assert "| net | 2.00 | 1.12 [1.11 1.14] |" in text.split("## Full step")[1]
+    assert "at most 1.15" in text
+    assert "200 random series of 12 iterations" in text
+    assert "in 3 of them" in text
+
+
+def test_a_variant_that_fails_is_named_and_short_times_keep_their_digits(results):
+    text = report.markdown(results)
+    assert "| net | 2.00 | does not run | 1.03 [1.02 1.05] |" in text
+    assert "| 1 x 1 | 0.00067 |" in text
+
+
+def test_the_picture_leaves_out_what_does_not_run(results, tmp_path):
+    pytest.importorskip("matplotlib", reason="`make bench` draws in the environment of the peers")
+    from benchmarks import chart
+
+    chart.draw(results, tmp_path / "results.png")
+    assert (tmp_path / "results.png").read_bytes().startswith(b"\x89PNG")
