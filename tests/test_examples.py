@@ -56,9 +56,9 @@ def test_lenet_reaches_the_accuracy_and_its_scale_settles():
 @pytest.mark.parametrize(
     ("options", "loss_scale"),
     [
-        (["--manager", "fixed", "--amp-level", "O3"], 1024),
+        pytest.param(["--manager", "fixed", "--amp-level", "O3"], 1024, marks=pytest.mark.slow),
         (["--manager", "fixed-keep"], 1024),
-        (["--manager", "none", "--amp-level", "O0", "--batch-size", "64"], 1),
+        pytest.param(["--manager", "none", "--amp-level", "O0", "--batch-size", "64"], 1, marks=pytest.mark.slow),
     ],
 )
 def test_lenet_options(options, loss_scale):
@@ -68,6 +68,7 @@ def test_lenet_options(options, loss_scale):
     assert result["accuracy"] > 0.4
 
 
+@pytest.mark.slow
 def test_lenet_in_pynative_mode():
     result = last_line(run("examples/lenet.py", "--epochs", "1", "--mode", "PYNATIVE", "--batch-size", "128"))
     assert result["steps"] == 11

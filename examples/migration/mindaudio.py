@@ -17,7 +17,14 @@ import numpy as np
 from mindspore import nn
 
 from examples.data import batches, digits
-from lossscale import ClipByGlobalNorm, ClipByValue, FixedLossScaleUpdateCell, TrainOneStepWithLossScaleCell
+from lossscale import (
+    ClipByGlobalNorm,
+    ClipByValue,
+    FixedLossScaleManager,
+    FixedLossScaleUpdateCell,
+    TrainOneStepWithLossScaleCell,
+    build_train_network,
+)
 
 
 class ConformerCell(TrainOneStepWithLossScaleCell):
@@ -53,7 +60,7 @@ def fastspeech2_cell(network, optimizer, scale_sense):
 
 def deepspeech2_cell(network, optimizer, *, loss_scale=1024.0):
     """Return DeepSpeech2's train cell; build the optimizer without `loss_scale`."""
-    return TrainOneStepWithLossScaleCell(network, optimizer, FixedLossScaleUpdateCell(loss_scale))
+    return build_train_network(network, optimizer, loss_scale_manager=FixedLossScaleManager(loss_scale))
 
 
 class Classifier(nn.Cell):

@@ -157,7 +157,7 @@ def test_bad_calls_are_refused():
 
 @pytest.mark.processes
 @pytest.mark.skipif(COMPILER is None, reason="needs a C++ compiler")
-@pytest.mark.parametrize("sanitizers", ["address,undefined", "thread"])
+@pytest.mark.parametrize("sanitizers", ["address,undefined", pytest.param("thread", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("build", [[], ["-DLOSSSCALE_PORTABLE"]], ids=["dispatched", "portable"])
 def test_the_sanitizers_find_nothing(tmp_path, sanitizers, build):
     sources = [ROOT / "tests/cells/native/kernels_test.cc", *sorted((ROOT / "cells/native").glob("*.cc"))]

@@ -34,6 +34,7 @@ def test_recipe_trains_as_without_scaling(mode, recipe, several):
     assert scaler.get_scale() == 2.0 ** (12 if recipe is recipes.accumulation else 14)
 
 
+@pytest.mark.slow
 def test_main_prints_each_recipe(capsys):
     ms.set_seed(1)
     recipes.main()

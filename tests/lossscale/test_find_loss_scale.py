@@ -117,6 +117,7 @@ class WithDropout(nn.Cell):
         return self.net(self.dropout(x))
 
 
+@pytest.mark.slow
 def test_zeros_of_dropout_do_not_count(mode):
     report = find_loss_scale(WithDropout(), nn.MSELoss(), *batch(), amp_level="O3", progress=False)
     assert report.total.flushed(2.0**8) == 0.0
