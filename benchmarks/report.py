@@ -28,6 +28,12 @@ MindSpore's own clip. PyTorch: `GradScaler`, `clip_grad_norm_` and `torch._forea
 `GradScaler`. Goal for *ours*: at most 1.15.
 """
 
+ANATOMY = """\
+The workload with the most and smallest tensors, where a scaled step costs most beside a plain one; the same step with
+one part after another left out. *no branch* runs the optimizer whatever the check says (MindSpore's `if` carries every
+tensor of the optimizer through a switch), *no update of the scale* has a scale in a Tensor.
+"""
+
 SCALE_SERIES = """\
 {count} random series of {length} iterations, random factors and overflows: in {different} of them does
 `lossscale.GradScaler` give another scale than PyTorch's `GradScaler`, compared to the bit.
@@ -43,6 +49,7 @@ def markdown(results: dict) -> str:
         f"{results['load before']:.2f}; {versions}.\n",
         METHOD.format(warm_up=5, rounds=results["rounds"], o2_rounds=min(results["rounds"], workloads.O2_ROUNDS)),
     ]
+    parts += ["## Goals\n", _goals(results)]
     for framework in FRAMEWORKS:
         if framework in results:
             parts += [f"## {framework}\n", _ratios(results[framework])]
@@ -50,6 +57,8 @@ def markdown(results: dict) -> str:
         parts += ["## Full step\n", FULL_STEP.format(accumulate_steps=workloads.ACCUMULATE_STEPS)]
         for framework, rows in results["Full step"].items():
             parts += [f"### {framework}\n", _ratios(rows)]
+    if "Anatomy" in results:
+        parts += ["## Where the time goes\n", ANATOMY, _ratios(results["Anatomy"])]
     parts += [
         "## One call of the kernel\n",
         "Rows are tensors x float32 values in each. Ratio to a `memcpy` of the same gradients in the same round; the "
@@ -61,6 +70,31 @@ def markdown(results: dict) -> str:
     if "Scale series" in results:
         parts += ["## The same scales as PyTorch\n", SCALE_SERIES.format(**results["Scale series"])]
     return "\n".join(parts)
+
+
+def _goals(results: dict) -> str:
+    """Return a table of the goals and of the rows that miss them."""
+    graph = {name: row for name, row in results["MindSpore GRAPH"].items() if " " not in name}
+    checks = [
+        ("GRAPH, any optimizer", graph, "ours", 1.05),
+        ("GRAPH, fused optimizer", graph, "ours, fused", 1.0),
+        ("PYNATIVE", results.get("MindSpore PYNATIVE", {}), "ours", 1.15),
+        ("GRAPH, full step", results.get("Full step", {}).get("MindSpore GRAPH", {}), "ours", 1.15),
+        ("Kernel, of a copy, from 1 M values", _large(results["Kernel"]), "unscale", 1.3),
+    ]
+    lines = ["| | goal, at most | met by | missed by |", "| --- | --- | --- | --- |"]
+    for title, rows, variant, goal in checks:
+        ratios = {name: row[variant]["ratio"] for name, row in rows.items() if "ratio" in row.get(variant, {})}
+        missed = [f"{name} ({ratio:.2f})" for name, ratio in ratios.items() if round(ratio, 2) > goal]
+        met = f"{len(ratios) - len(missed)} of {len(ratios)}"
+        lines.append(f"| {title} | {goal:.2f} | {met} | {', '.join(missed)} |")
+    return "\n".join(lines) + "\n"
+
+
+def _large(rows: dict) -> dict:
+    """Return the rows of the kernel with a million values or more."""
+    sizes = {name: [int(part.replace(",", "")) for part in name.split(" x ")] for name in rows}
+    return {name: rows[name] for name, (tensors, values) in sizes.items() if tensors * values >= 1_000_000}
 
 
 def _ratios(rows: dict, plain: str = "plain") -> str:

@@ -101,6 +101,11 @@ def main() -> None:
             results["Full step"]["PyTorch"] = run(str(PEERS), "torch_steps", *full)
         if not options.quick:
             results["Scale series"] = scale_series()
+    if not options.quick:
+        rows = [
+            run(sys.executable, "anatomy", "--mode", mode, "--rounds", str(rounds)) for mode in ("GRAPH", "PYNATIVE")
+        ]
+        results["Anatomy"] = {**rows[0], **rows[1]}
     results["Kernel"] = run(sys.executable, "kernel", *quick)
     if options.quick:
         print(report.markdown(results))
