@@ -15,7 +15,7 @@ help:  ## list the commands
 
 install: $(STAMP)  ## install the project and its tools into .venv
 
-$(STAMP): setup.py pyproject.toml
+$(STAMP): setup.py pyproject.toml $(wildcard cells/native/*.cc cells/native/*.h)
 	test -x $(RUN) || $(PYTHON) -m venv $(VENV)
 	$(RUN) -m pip install --quiet --disable-pip-version-check --editable ".[dev]"
 	touch $@

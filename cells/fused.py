@@ -6,7 +6,8 @@ hands it the gradients as they come from the backward pass, reduced over the dev
     overflow, flags = optimizer.apply_scaled_gradients(gradients, loss_scale)
 
 and it answers with a bool scalar and a bool Tensor of shape (n,), which of the n gradients hold inf or nan once
-unscaled; on overflow it has changed nothing at all, `global_step` included. There is no branch in the graph.
+unscaled; on overflow it has changed nothing at all, `global_step` included. There is no branch in the graph. The
+train step compiles this call in PYNATIVE_MODE too, as MindSpore does with its optimizers.
 """
 
 import warnings
@@ -15,31 +16,21 @@ from typing import Any
 import numpy as np
 from mindspore import Tensor, nn, ops
 from mindspore import dtype as mstype
-from mindspore.ops import signature as sig
 
 from cells._backend import backend
-from cells.native import flag_shapes, native_op
+from cells.native import flag_shapes, in_place_op
 
 
-def _in_place_op(name: str, read: int, written: int) -> ops.Custom:
-    """Return entry point `name`, declared as MindSpore's own optimizer ops are: it writes its last inputs in place.
-
-    The declaration makes the compiler order the op after every earlier read of a Parameter and before every later
-    one, and hand it the Parameters themselves instead of copies.
-    """
-    count = written // read
+def _fused_op(name: str, tensors: int, states: int) -> ops.Custom:
+    """Return entry point `name` for so many tensors, each with a gradient to read and a weight and states to write."""
 
     def out_shape(*inputs):
-        return tuple(flag_shapes((len(inputs) - 4) // (count + 1)))
+        return tuple(flag_shapes(tensors))
 
     def out_dtype(*inputs):
         return (mstype.bool_, mstype.bool_)
 
-    op = native_op(name, out_shape, out_dtype)
-    op.add_prim_attr("side_effect_mem", True)
-    inputs = [sig.make_sig(f"input{i}") for i in range(4 + read)]
-    op.set_signatures([*inputs, *(sig.make_sig(f"state{i}", sig.sig_rw.RW_WRITE) for i in range(written))])
-    return op
+    return in_place_op(name, out_shape, out_dtype, read=4 + tensors, written=tensors * (1 + states))
 
 
 class _Fused(nn.Optimizer):
@@ -54,7 +45,7 @@ class _Fused(nn.Optimizer):
             _warn_once(self.cls_name, reasons[0])
             return
         weights = list(self.parameters)
-        self.fused_op = _in_place_op(op_name, len(weights), len(weights) * (1 + len(states)))
+        self.fused_op = _fused_op(op_name, len(weights), len(states))
         self.fused_states = states
         self.checked_options = Tensor([*options, 1], mstype.float32)
         self.unchecked_options = Tensor([*options, 0], mstype.float32)

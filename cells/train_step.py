@@ -4,7 +4,7 @@ import itertools
 from typing import Any, Optional, Union
 
 import numpy as np
-from mindspore import Parameter, Tensor, context, nn, ops
+from mindspore import Parameter, Tensor, context, jit, nn, ops
 from mindspore import dtype as mstype
 
 from cells._backend import gradient_arithmetic
@@ -15,7 +15,15 @@ from cells.backward import extras_of, fixed_input_count, gradient_seed, loss_of,
 from cells.clip import ClipByGlobalNorm, ClipByNormBase
 from cells.ema import EMA
 from cells.ranks import check_ranks_agree, check_world
-from cells.unscale import SparseGradients, cast_like, cast_up, may_have_sparse_gradients, unscale, usable_scale
+from cells.unscale import (
+    SparseGradients,
+    as_scalar,
+    cast_like,
+    cast_up,
+    may_have_sparse_gradients,
+    unscale,
+    usable_scale,
+)
 from cells.update import LossScaleUpdateCell
 
 _steps = itertools.count(1)
@@ -148,6 +156,7 @@ class TrainOneStepWithLossScaleCell(nn.TrainOneStepWithLossScaleCell):
         seen = Tensor(False, mstype.bool_)
         self._overflow_seen = [Parameter(seen, name=f"overflow_seen.{number}", requires_grad=False)]
 
+        self.zero = Tensor(0.0, mstype.float32)  # in place of what `outputs` does not name
         self.outputs = names
         self.places = tuple(OUTPUTS.index(name) for name in names)
         self.bare_output = isinstance(outputs, str)
@@ -159,9 +168,12 @@ class TrainOneStepWithLossScaleCell(nn.TrainOneStepWithLossScaleCell):
         # Short cuts go around stages, so they are taken only where a subclass has left those as they are.
         own_skips = self._overrides("skips", "step_unless")
         self.plain_skip = self.drop_overflow_update and self.skip_above is None and not own_skips
-        own_unscaling = self._overrides("unscale_and_check") or not _folds(clip_grad)
-        self.folds_clip = self.check_here and not self.narrow_parameters and not own_unscaling
+        own_unscale = self._overrides("unscale_and_check")
+        self.folds_clip = self.check_here and not self.narrow_parameters and not own_unscale and _folds(clip_grad)
         self.reports_norm = "grad_norm" in names or self.skip_above is not None or (own_skips and not sparse)
+        # The norm is taken in the pass that unscales, where nothing is done to the gradients in between.
+        narrow = self.narrow_parameters or sparse
+        self.unscales_with_norm = self.reports_norm and self.check_here and not narrow and not own_unscale
         self.reports_rate = "learning_rate" in names
         self.ema = ema
         # A fused optimizer unscales, checks, skips and steps by itself: only where nothing comes between.
@@ -190,7 +202,7 @@ class TrainOneStepWithLossScaleCell(nn.TrainOneStepWithLossScaleCell):
             scale = scale_of_call(inputs[-1])
             inputs = inputs[:-1]
         output = self.network(*inputs)
-        used = usable_scale(scale.reshape(()), self.accumulate_steps)
+        used = usable_scale(as_scalar(scale), self.accumulate_steps)
         grads = self.scaled_gradients(inputs, output, used)
         if self.accumulate_steps == 1:
             report = self.update(grads, grads, used, scale, scale_is_input)
@@ -221,7 +233,7 @@ class TrainOneStepWithLossScaleCell(nn.TrainOneStepWithLossScaleCell):
             Tuple (overflow, loss_scale, grad_norm, learning_rate, updated).
         """
         if self.fused_optimizer:
-            return self.update_fused(totals, used, scale, keeps_scale)
+            return self.update_fused(self.reduce(totals), used, scale, keeps_scale)
         true_grads, overflow, flags, norm = self.unscale_clip_and_check(grads, totals, used)
         skip = overflow
         if not keeps_scale:
@@ -234,18 +246,19 @@ class TrainOneStepWithLossScaleCell(nn.TrainOneStepWithLossScaleCell):
             updated = self.step_unless(self.skips(skip, norm), true_grads)
             if overflow:
                 updated = ops.depend(updated, self.keep_flags(true_grads, flags))
-        return overflow, scale, norm.astype(mstype.float32), rate, updated
+        return overflow, scale, norm.astype(mstype.float32) if self.reports_norm else norm, rate, updated
 
+    @jit(backend="ms_backend")  # in PYNATIVE_MODE one compiled call, as MindSpore's own optimizers are
     def update_fused(self, grads: tuple, used: Tensor, scale: Tensor, keeps_scale: bool) -> tuple:
         """Do what `update` does by an optimizer that takes scaled gradients, see `cells.fused`."""
         rate = self.learning_rate()
-        overflow, flags = self.optimizer.apply_scaled_gradients(self.reduce(grads), used)
+        overflow, flags = self.optimizer.apply_scaled_gradients(grads, used)
         kept = self._overflow_flags[0]
         overflow = ops.depend(overflow, ops.assign(kept, ops.select(overflow, flags, kept)))
         if not keeps_scale:
             overflow = ops.depend(overflow, self.process_loss_scale(overflow))
             scale = self.scale_sense * 1.0
-        return overflow, scale, Tensor(0.0, mstype.float32), rate, ops.logical_not(overflow)
+        return overflow, scale, self.zero, rate, ops.logical_not(overflow)
 
     def _overrides(self, *stages: str) -> bool:
         """Return whether a subclass has a stage of its own in place of one of these methods."""
@@ -291,13 +304,13 @@ class TrainOneStepWithLossScaleCell(nn.TrainOneStepWithLossScaleCell):
     def unchanged(self, scale: Tensor) -> tuple:
         """Return what `update` does, for a micro-step that ends no window."""
         false = Tensor(False, mstype.bool_)
-        return false, scale, Tensor(0.0, mstype.float32), self.learning_rate(), false
+        return false, scale, self.zero, self.learning_rate(), false
 
     def learning_rate(self) -> Tensor:
         """Return the learning rate of the update to come, where `outputs` names it."""
         if self.reports_rate:
             return self.optimizer.get_lr() * 1.0
-        return Tensor(0.0, mstype.float32)
+        return self.zero
 
     def select_outputs(self, output: Any, report: tuple) -> Any:
         """Return what `outputs` names, and after it what the network returns beside the loss."""
@@ -318,10 +331,14 @@ class TrainOneStepWithLossScaleCell(nn.TrainOneStepWithLossScaleCell):
         divisor = used if self.accumulate_steps == 1 else used * self.accumulate_steps
         if self.folds_clip:
             return self.clip_grad.unscale_and_clip(self.reduce(totals), divisor)
-        true_grads, overflow, flags = self.unscale_and_check(grads, totals, divisor)
-        norm = Tensor(0.0, mstype.float64)
-        if self.reports_norm:
-            norm = self.gradients.global_norm(true_grads)
+        norm = self.zero
+        if self.unscales_with_norm:
+            true_grads, overflow, flags, square_sum = self.gradients.unscale_with_norm(self.reduce(totals), divisor)
+            norm = ops.sqrt(square_sum)
+        else:
+            true_grads, overflow, flags = self.unscale_and_check(grads, totals, divisor)
+            if self.reports_norm:
+                norm = self.gradients.global_norm(true_grads)
         if self.clip_grad is not None:
             true_grads = self.clip_grad(true_grads)
         return true_grads, overflow, flags, norm

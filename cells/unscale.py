@@ -97,6 +97,11 @@ def multiply(factor: Tensor, grads: Any) -> Any:
     return _map(ops.partial(_multiply, factor), grads)
 
 
+def as_scalar(scale: Tensor) -> Tensor:
+    """Return a Tensor of shape () or (1,) in shape (). In PYNATIVE_MODE a reshape waits for the device: only if needed."""
+    return scale if scale.shape == () else scale.reshape(())
+
+
 def usable_scale(scale: Tensor, steps: int = 1) -> Tensor:
     """Return min(scale, 2**126 / steps).
 

@@ -1,12 +1,14 @@
 """How is the scale updated? Graph cells that a train step calls with the scale and the overflow flag."""
 
 import itertools
-from typing import Optional
+from typing import Any, Optional
 
 from mindspore import Parameter, Tensor, jit, nn, ops
 from mindspore import dtype as mstype
 
+from cells._backend import backend
 from cells._check import check_loss_scale
+from cells.native import in_place_op
 from cells.rule import LossScaleRule, next_loss_scale
 
 _bindings = itertools.count(1)
@@ -175,15 +177,41 @@ class DynamicLossScaleUpdateCell(LossScaleUpdateCell):
         self.maximum_loss_scale = Tensor(rule.max_loss_scale, mstype.float32)
         self.zero = Tensor(0, mstype.int32)
         self.hysteresis = rule.hysteresis
+        self.overflows_to_back_off = Tensor(rule.hysteresis, mstype.int32)
         self.cur_iter = _counter("current_iterator_step", 1)
         self.last_overflow_iter = _counter("last_overflow_iterator_step", 0)
         self.consecutive_overflows = _counter("consecutive_overflows", 0)
         self.total_overflows = _counter("total_overflows", 0)
+        self.native_op: Any = None
+        if backend() == "native":
+            self.native_op = in_place_op("update_scale", _flag_shape, _flag_dtype, read=7, written=5)
+
+    def construct(self, loss_scale: Parameter, overflow: Tensor) -> Tensor:
+        flag = Tensor(overflow, mstype.bool_) if isinstance(overflow, bool) else overflow
+        done = flag
+        if self.native_op is None:
+            done = self.update_by_ops(loss_scale, flag)
+        else:
+            done = self.native_op(
+                flag,
+                self.scale_factor,
+                self.backoff_factor,
+                self.minimum_loss_scale,
+                self.maximum_loss_scale,
+                self.scale_window,
+                self.overflows_to_back_off,
+                loss_scale,
+                self.cur_iter,
+                self.last_overflow_iter,
+                self.consecutive_overflows,
+                self.total_overflows,
+            )
+        return ops.depend(overflow, done)
 
     # In PYNATIVE_MODE one compiled call, as MindSpore's own optimizers are, instead of twenty ops; no change in GRAPH.
     @jit(backend="ms_backend")
-    def construct(self, loss_scale: Parameter, overflow: Tensor) -> Tensor:
-        flag = Tensor(overflow, mstype.bool_) if isinstance(overflow, bool) else overflow
+    def update_by_ops(self, loss_scale: Parameter, flag: Tensor) -> Tensor:
+        """Update by MindSpore's own ops, on every device. Return `flag`."""
         step = self.cur_iter
         window_is_full = self.scale_window <= step - self.last_overflow_iter
         in_a_row = ops.select(flag, self.consecutive_overflows + 1, self.zero)
@@ -203,7 +231,15 @@ class DynamicLossScaleUpdateCell(LossScaleUpdateCell):
         ops.assign(self.last_overflow_iter, last)
         ops.assign(self.cur_iter, step + 1)
         ops.assign(loss_scale, new_scale)
-        return overflow
+        return flag
+
+
+def _flag_shape(*inputs):
+    return [1]
+
+
+def _flag_dtype(*inputs):
+    return mstype.bool_
 
 
 def _counter(name: str, start: int) -> Parameter:

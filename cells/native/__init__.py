@@ -12,6 +12,7 @@ from typing import Any, Optional
 
 from mindspore import Tensor, nn, ops
 from mindspore import dtype as mstype
+from mindspore.ops import signature as sig
 
 
 @cache
@@ -35,6 +36,24 @@ def native_op(name: str, out_shape: Any, out_dtype: Any) -> ops.Custom:
     if path is None:
         raise RuntimeError("The native kernel is not built; install lossscale with a C++ compiler on the machine.")
     return ops.Custom(f"{path}:lossscale_{name}", out_shape, out_dtype, func_type="aot")
+
+
+def in_place_op(name: str, out_shape: Any, out_dtype: Any, read: int, written: int) -> ops.Custom:
+    """Return entry point `name`, declared as MindSpore's own optimizer ops are: it writes its last inputs in place.
+
+    The declaration makes the compiler order the op after every earlier read of a Parameter and before every later
+    one, and hand it the Parameters themselves instead of copies.
+
+    Args:
+        name, out_shape, out_dtype: see `native_op`.
+        read: how many inputs come first, which are only read.
+        written: how many Parameters follow.
+    """
+    op = native_op(name, out_shape, out_dtype)
+    op.add_prim_attr("side_effect_mem", True)
+    inputs = [sig.make_sig(f"input{i}") for i in range(read)]
+    op.set_signatures([*inputs, *(sig.make_sig(f"state{i}", sig.sig_rw.RW_WRITE) for i in range(written))])
+    return op
 
 
 def flag_shapes(count: int) -> list:
@@ -81,6 +100,15 @@ def _check_norm_shapes(*grads):
 
 def _check_norm_dtypes(*grads):
     return (mstype.bool_, mstype.bool_, mstype.float64)
+
+
+_reshape_like = ops.MultitypeFuncGraph("reshape_like")
+_map = ops.HyperMap()
+
+
+@_reshape_like.register("Tensor", "Tensor")
+def _reshape_like_tensor(product, grad):
+    return product.reshape(grad.shape)
 
 
 class NativeGradients(nn.Cell):
@@ -130,7 +158,7 @@ class NativeGradients(nn.Cell):
 
 def _like(products: tuple, grads: tuple) -> tuple:
     """Return the products with those of scalar gradients in shape () again."""
-    shaped: tuple = ()
-    for product, grad in zip(products, grads):
-        shaped += (product if grad.shape else product.reshape(()),)
-    return shaped
+    scalars = 0
+    for grad in grads:
+        scalars += len(grad.shape) == 0
+    return _map(_reshape_like, products, grads) if scalars else products

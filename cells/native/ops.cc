@@ -1,6 +1,7 @@
 // MindSpore's entry points (ops.Custom, func_type="aot"). Each returns 0, or another number for a bad call.
 #include <algorithm>
 #include <cstring>
+#include <iterator>
 #include <vector>
 
 #include "kernels.h"
@@ -110,18 +111,39 @@ float Each(const Arguments &arguments, int i, int tensor) {
   return values[arguments.Size(i) == 1 ? 0 : tensor];
 }
 
-// Looks for overflow in n gradients times `factor`, if asked to; the flags are the last two outputs.
-bool Overflows(const Arguments &arguments, bool check, double factor, const std::vector<Input> &gradients) {
-  auto *overflow = static_cast<bool *>(arguments.data[arguments.count - 2]);
-  auto *flags = static_cast<bool *>(arguments.data[arguments.count - 1]);
-  if (check) {
-    lossscale::MultiplyAndCheck(factor, gradients, nullptr, flags, nullptr);
-  } else {
-    std::fill(flags, flags + gradients.size(), false);
+// The first inputs of a fused optimizer: scale, learning rates, weight decays, options (the last one says whether to
+// look for overflow), then n gradients, n weights and n of each state.
+struct FusedStep {
+  static constexpr int kFixed = 4;
+  int n;
+  double factor;
+  const float *options;
+  std::vector<Input> gradients;
+  bool overflow;
+
+  // Reads them for an optimizer of so many states and options, and writes the flags, which are the last two outputs.
+  int Begin(const Arguments &arguments, int states, int checks) {
+    n = (arguments.count - kFixed - 2) / (2 + states);
+    if (n < 1 || kFixed + (2 + states) * n + 2 != arguments.count) {
+      return kBadCount;
+    }
+    double scale = 1;
+    if (!arguments.GetScalar(0, &scale) || !arguments.Get(kFixed, n, &gradients)) {
+      return kBadDtype;
+    }
+    factor = 1 / scale;
+    options = static_cast<const float *>(arguments.data[3]);
+    auto *any = static_cast<bool *>(arguments.data[arguments.count - 2]);
+    auto *flags = static_cast<bool *>(arguments.data[arguments.count - 1]);
+    if (options[checks] != 0) {
+      lossscale::MultiplyAndCheck(factor, gradients, nullptr, flags, nullptr);
+    } else {
+      std::fill(flags, flags + n, false);
+    }
+    overflow = *any = Any(flags, n);
+    return kDone;
   }
-  *overflow = Any(flags, static_cast<int>(gradients.size()));
-  return *overflow;
-}
+};
 
 }  // namespace
 
@@ -136,59 +158,64 @@ LOSSSCALE_OP(lossscale_multiply) { return Multiply({count, data, ndims, shapes, 
 LOSSSCALE_OP(lossscale_check) { return Multiply({count, data, ndims, shapes, dtypes}, false, false, false, false); }
 LOSSSCALE_OP(lossscale_check_norm) { return Multiply({count, data, ndims, shapes, dtypes}, false, false, true, false); }
 
-// Inputs: scale, learning rates, weight decays, options (momentum, checks), n gradients, n
-// weights, n moments; weights and moments are written in place. Outputs: overflow (1,), flags (n,).
+// Options: momentum, checks. One state, the moments. Weights and moments are written in place.
 LOSSSCALE_OP(lossscale_momentum) {
   const Arguments arguments{count, data, ndims, shapes, dtypes};
-  constexpr int kFixed = 4;
-  const int n = (count - kFixed - 2) / 3;
-  if (n < 1 || kFixed + 3 * n + 2 != count) {
-    return kBadCount;
-  }
-  double scale = 1;
-  std::vector<Input> gradients;
-  if (!arguments.GetScalar(0, &scale) || !arguments.Get(kFixed, n, &gradients)) {
-    return kBadDtype;
-  }
-  const double factor = 1 / scale;
-  const auto *options = static_cast<const float *>(data[3]);
-  if (Overflows(arguments, options[1] != 0, factor, gradients)) {
-    return kDone;
+  FusedStep step;
+  const int bad = step.Begin(arguments, 1, 1);
+  if (bad != kDone || step.overflow) {
+    return bad;
   }
   std::vector<lossscale::MomentumTensor> tensors;
-  for (int i = 0; i < n; ++i) {
-    tensors.push_back({gradients[static_cast<size_t>(i)], static_cast<float *>(data[kFixed + n + i]),
-                       static_cast<float *>(data[kFixed + 2 * n + i]), Each(arguments, 1, i), Each(arguments, 2, i)});
+  for (int i = 0; i < step.n; ++i) {
+    const auto written = [&](int k) { return static_cast<float *>(data[FusedStep::kFixed + k * step.n + i]); };
+    tensors.push_back({step.gradients[static_cast<size_t>(i)], written(1), written(2), Each(arguments, 1, i),
+                       Each(arguments, 2, i)});
   }
-  lossscale::ApplyMomentum(factor, options[0], tensors);
+  lossscale::ApplyMomentum(step.factor, step.options[0], tensors);
   return kDone;
 }
 
-// Inputs: scale, learning rates, weight decays, options (beta1, beta2, epsilon, checks), n gradients, n
-// weights, n first and n second moments; the latter three are written in place. Outputs: overflow (1,), flags (n,).
+// Options: beta1, beta2, epsilon, checks. Two states, the moments. Weights and moments are written in place.
 LOSSSCALE_OP(lossscale_adam_weight_decay) {
   const Arguments arguments{count, data, ndims, shapes, dtypes};
-  constexpr int kFixed = 4;
-  const int n = (count - kFixed - 2) / 4;
-  if (n < 1 || kFixed + 4 * n + 2 != count) {
-    return kBadCount;
-  }
-  double scale = 1;
-  std::vector<Input> gradients;
-  if (!arguments.GetScalar(0, &scale) || !arguments.Get(kFixed, n, &gradients)) {
-    return kBadDtype;
-  }
-  const double factor = 1 / scale;
-  const auto *options = static_cast<const float *>(data[3]);
-  if (Overflows(arguments, options[3] != 0, factor, gradients)) {
-    return kDone;
+  FusedStep step;
+  const int bad = step.Begin(arguments, 2, 3);
+  if (bad != kDone || step.overflow) {
+    return bad;
   }
   std::vector<lossscale::AdamTensor> tensors;
-  for (int i = 0; i < n; ++i) {
-    tensors.push_back({gradients[static_cast<size_t>(i)], static_cast<float *>(data[kFixed + n + i]),
-                       static_cast<float *>(data[kFixed + 2 * n + i]), static_cast<float *>(data[kFixed + 3 * n + i]),
+  for (int i = 0; i < step.n; ++i) {
+    const auto written = [&](int k) { return static_cast<float *>(data[FusedStep::kFixed + k * step.n + i]); };
+    tensors.push_back({step.gradients[static_cast<size_t>(i)], written(1), written(2), written(3),
                        Each(arguments, 1, i), Each(arguments, 2, i)});
   }
-  lossscale::ApplyAdamWeightDecay(factor, {options[0], options[1], options[2]}, tensors);
+  lossscale::ApplyAdamWeightDecay(step.factor, {step.options[0], step.options[1], step.options[2]}, tensors);
+  return kDone;
+}
+
+// Inputs: overflow, scale_factor, backoff_factor, min_loss_scale, max_loss_scale, scale_window, hysteresis, then
+// loss_scale and four counters, written in place. Output: overflow. All of one value.
+LOSSSCALE_OP(lossscale_update_scale) {
+  const Arguments arguments{count, data, ndims, shapes, dtypes};
+  static const char *const kDtypes[] = {"bool",  "float32", "float32", "float32", "float32", "int32", "int32",
+                                        "float32", "int32", "int32",   "int32",   "int32",   "bool"};
+  if (count != static_cast<int>(std::size(kDtypes))) {
+    return kBadCount;
+  }
+  for (int i = 0; i < count; ++i) {
+    if (std::strcmp(dtypes[i], kDtypes[i]) != 0) {
+      return kBadDtype;
+    }
+    if (arguments.Size(i) != 1) {
+      return kBadCount;
+    }
+  }
+  const bool overflow = *static_cast<const bool *>(data[0]);
+  const auto number = [data](int i) { return static_cast<float *>(data[i]); };
+  const auto counter = [data](int i) { return static_cast<int32_t *>(data[i]); };
+  lossscale::UpdateScale(overflow, {*number(1), *number(2), *number(3), *number(4), *counter(5), *counter(6)},
+                         {number(7), counter(8), counter(9), counter(10), counter(11)});
+  *static_cast<bool *>(data[12]) = overflow;
   return kDone;
 }

@@ -11,11 +11,13 @@ from hypothesis import strategies as st
 
 from cells.native import library_path
 from tests.kernel_calls import NONFINITE, bits, call, multiply, of_bits
+from tests.oracles import DynamicScale
 
 ROOT = Path(__file__).parents[2]
 COMPILER = shutil.which("g++") or shutil.which("c++")
 pytestmark = pytest.mark.skipif(library_path() is None, reason="the native kernel is not built")
 
+LARGEST = float(np.finfo(np.float32).max)
 DTYPES = [np.float16, np.float32, np.float64]
 
 
@@ -153,6 +155,34 @@ def test_bad_calls_are_refused():
     grad, overflow, flags = np.ones(3, np.int32), np.zeros(1, bool), np.zeros(1, bool)
     assert call("check", [grad, overflow, flags]) != 0
     assert call("check", [overflow, flags]) != 0
+    update = [np.zeros((), dtype) for dtype in ["?", *"ffff", *"ii", "f", *"iiii", "?"]]
+    assert call("update_scale", update) == 0
+    assert call("update_scale", update[1:]) != 0
+    assert call("update_scale", [*update[:7], np.zeros(()), *update[8:]]) != 0
+    assert call("update_scale", [*update[:7], np.zeros(2, np.float32), *update[8:]]) != 0
+
+
+@settings(deadline=None)
+@given(
+    start=st.floats(2.0**-30, LARGEST, width=32),
+    factor=st.floats(1, 1e10, width=32),
+    backoff=st.floats(2.0**-20, 1, width=32),
+    limits=st.tuples(st.floats(2.0**-30, LARGEST, width=32), st.floats(2.0**-30, LARGEST, width=32)).map(sorted),
+    window=st.integers(1, 4),
+    hysteresis=st.integers(1, 3),
+    overflows=st.lists(st.booleans(), max_size=30),
+)
+def test_scale_updates_equal_plain_python(start, factor, backoff, limits, window, hysteresis, overflows):
+    twin = DynamicScale(start, factor, window, limits[0], limits[1], backoff, hysteresis)
+    rule = [np.array(value, np.float32) for value in (factor, backoff, *limits)]
+    rule += [np.array(value, np.int32) for value in (window, hysteresis)]
+    state = [np.array(start, np.float32), *(np.array(value, np.int32) for value in (1, 0, 0, 0))]
+    for overflow in overflows:
+        out = np.array([not overflow])
+        assert call("update_scale", [np.array(overflow), *rule, *state, out]) == 0
+        assert out[0] == overflow
+        twin.step(overflow)
+        assert [value.item() for value in state] == [twin.scale, twin.current, twin.last, twin.in_a_row, twin.total]
 
 
 @pytest.mark.processes

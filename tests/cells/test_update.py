@@ -7,6 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from mindspore import Parameter, Tensor, nn
 
+from cells.native import library_path
 from lossscale import DynamicLossScaleUpdateCell, FixedLossScaleUpdateCell, TrainOneStepWithLossScaleCell
 from tests.nets import mlp
 from tests.oracles import DynamicScale
@@ -42,12 +43,20 @@ def reset(cell, scale, start):
     cell.total_overflows.set_data(Tensor(0, ms.int32))
 
 
+@pytest.fixture(params=["native", "plain"])
+def backend(request, monkeypatch):
+    if request.param == "native" and library_path() is None:
+        pytest.skip("the native kernel is not built")
+    monkeypatch.setenv("LOSSSCALE_BACKEND", request.param)
+    return request.param
+
+
 @pytest.mark.parametrize("setting", SETTINGS, ids=str)
-def test_sequences_equal_plain_python(mode, setting):
+def test_sequences_equal_plain_python(mode, backend, setting):
     cell, scale = cell_and_scale(1024.0, **setting)
     flags = Tensor(True), Tensor(False)
 
-    @settings(max_examples=200 if mode == "GRAPH" else 40, deadline=None, database=None)
+    @settings(max_examples=100 if mode == "GRAPH" or backend == "native" else 40, deadline=None, database=None)
     @given(
         start=st.one_of(st.sampled_from([1.0, 0.3, 1e-30, 2.0**127, LARGEST]), st.floats(2.0**-20, 2.0**100, width=32)),
         overflows=st.lists(st.booleans(), min_size=1, max_size=16),
@@ -73,7 +82,7 @@ def test_hundred_overflows_follow_the_floor(mode):
     assert got == [max(2.0**-3, 2.0**24 / 2.0**i) for i in range(1, 101)]
 
 
-def test_scale_never_reaches_inf(mode):
+def test_scale_never_reaches_inf(mode, backend):
     cell, scale = cell_and_scale(1e38, factor=16, window=1)
     for _ in range(5):
         cell(scale, Tensor(False))
@@ -81,7 +90,7 @@ def test_scale_never_reaches_inf(mode):
 
 
 @pytest.mark.parametrize("overflow", [True, False])
-def test_overflow_comes_back_as_it_went_in(mode, overflow):
+def test_overflow_comes_back_as_it_went_in(mode, backend, overflow):
     cell, scale = cell_and_scale(4.0)
     assert bool(cell(scale, Tensor(overflow))) is overflow
     assert bool(cell(scale, overflow)) is overflow

@@ -155,6 +155,19 @@ void TestMomentumSkipsOverflow() {
   CHECK(lossscale_momentum(8, data, ndims, shapes, dtypes, nullptr, nullptr) != 0);
 }
 
+void TestUpdateScale() {
+  const lossscale::ScaleRule rule{2, 0.5f, 1, 16, 2, 2};
+  float scale = 4;
+  int32_t step = 1, last = 0, in_a_row = 0, total = 0;
+  const bool overflows[] = {true, true, false, false, false, false};
+  const float wanted[] = {4, 2, 2, 4, 4, 8};
+  for (int i = 0; i < 6; ++i) {
+    lossscale::UpdateScale(overflows[i], rule, {&scale, &step, &last, &in_a_row, &total});
+    CHECK(scale == wanted[i]);
+  }
+  CHECK(step == 7 && last == 6 && in_a_row == 0 && total == 2);
+}
+
 }  // namespace
 
 int main() {
@@ -167,5 +180,6 @@ int main() {
   TestOptimizers();
   TestEntryPoints();
   TestMomentumSkipsOverflow();
+  TestUpdateScale();
   return 0;
 }
