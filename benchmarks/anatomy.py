@@ -1,15 +1,43 @@
 """Where a scaled step spends more than a plain one: the same step with one part after another left out."""
 
 import argparse
+from collections.abc import Callable
 
 import mindspore as ms
-from mindspore import Tensor, nn
+from mindspore import Tensor, nn, ops
 
 import lossscale
 from benchmarks import timing, workloads
-from benchmarks.mindspore_steps import build_net
+from benchmarks.mindspore_steps import build_net, timed
 
-WORKLOAD = "mlp_b16_h128_l60"
+WORKLOADS = ["mlp_b16_h128_l60", "transformer"]
+
+
+VARIANTS = ["plain", "plain again", "order", "order and branch", "ours", "no update of the scale", "no branch"]
+VARIANTS += ["neither", "ours, fused"]
+
+
+class Order(nn.TrainOneStepCell):
+    """A plain step whose optimizer waits for the last gradient, as it must where any gradient can stop it."""
+
+    def construct(self, *inputs):
+        loss = self.network(*inputs)
+        grads = self.grad(self.network, self.weights)(*inputs, ops.ones_like(loss))
+        waiting = ()
+        for grad in grads:
+            waiting += (ops.depend(grad, grads[0]),)
+        return ops.depend(loss, self.optimizer(waiting))
+
+
+class OrderAndBranch(nn.TrainOneStepCell):
+    """A plain step that the last gradient can stop: an `if` around the optimizer, nothing else."""
+
+    def construct(self, *inputs):
+        loss = self.network(*inputs)
+        grads = self.grad(self.network, self.weights)(*inputs, ops.ones_like(loss))
+        if ops.isfinite(grads[0]).all():
+            loss = ops.depend(loss, self.optimizer(grads))
+        return loss
 
 
 class WithoutBranch(lossscale.TrainOneStepWithLossScaleCell):
@@ -19,38 +47,34 @@ class WithoutBranch(lossscale.TrainOneStepWithLossScaleCell):
         return self.step(grads)
 
 
-def build(variant: str):
+def build(variant: str, workload: str) -> Callable[[], float]:
     """Return one training step as a function that ends by reading the loss."""
-    net, inputs, targets = build_net(WORKLOAD)
+    net, inputs, targets = build_net(workload)
     network = nn.WithLossCell(net, nn.MSELoss())
-    optimizer = nn.Momentum(network.trainable_params(), workloads.LEARNING_RATE, workloads.MOMENTUM)
+    parameters = network.trainable_params()
+    momentum = lossscale.FusedMomentum if variant == "ours, fused" else nn.Momentum
+    optimizer = momentum(parameters, workloads.LEARNING_RATE, workloads.MOMENTUM)
     update = lossscale.DynamicLossScaleUpdateCell(workloads.LOSS_SCALE, 2, 10**6)
     scale = Tensor(workloads.LOSS_SCALE, ms.float32)
-    cells = {
-        "plain": lambda: nn.TrainOneStepCell(network, optimizer),
-        "plain again": lambda: nn.TrainOneStepCell(network, optimizer),
-        "ours": lambda: lossscale.TrainOneStepWithLossScaleCell(network, optimizer, update),
-        "no update of the scale": lambda: lossscale.TrainOneStepWithLossScaleCell(network, optimizer, scale),
+    ours = lossscale.TrainOneStepWithLossScaleCell
+    cells: dict[str, Callable[[], nn.Cell]] = {
+        "order": lambda: Order(network, optimizer),
+        "order and branch": lambda: OrderAndBranch(network, optimizer),
+        "ours": lambda: ours(network, optimizer, update),
+        "ours, fused": lambda: ours(network, optimizer, update),
+        "no update of the scale": lambda: ours(network, optimizer, scale),
         "no branch": lambda: WithoutBranch(network, optimizer, update),
         "neither": lambda: WithoutBranch(network, optimizer, scale),
     }
-    cell = cells[variant]().set_train()
-    x, y = Tensor(inputs), Tensor(targets)
-
-    def step() -> float:
-        outputs = cell(x, y)
-        return float((outputs[0] if isinstance(outputs, tuple) else outputs).asnumpy())
-
-    return step
+    cell = cells.get(variant, lambda: nn.TrainOneStepCell(network, optimizer))()
+    return timed(cell.set_train(), parameters, inputs, targets)
 
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser()
-    parser.add_argument("--mode", choices=["GRAPH", "PYNATIVE"], default="GRAPH")
     parser.add_argument("--rounds", type=int, default=workloads.ROUNDS)
     parser.add_argument("--out", required=True)
     options = parser.parse_args()
-    ms.set_context(mode=ms.GRAPH_MODE if options.mode == "GRAPH" else ms.PYNATIVE_MODE)
-    variants = ["plain", "plain again", "ours", "no update of the scale", "no branch", "neither"]
-    rows = {f"{WORKLOAD}, {options.mode}": lambda: {variant: build(variant) for variant in variants}}
+    ms.set_context(mode=ms.GRAPH_MODE)
+    rows = {name: lambda name=name: {variant: build(variant, name) for variant in VARIANTS} for name in WORKLOADS}
     timing.write(options.out, timing.measure(rows, options.rounds))

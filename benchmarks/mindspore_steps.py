@@ -90,6 +90,23 @@ def build_net(workload: str) -> tuple[nn.Cell, np.ndarray, np.ndarray]:
     return net, inputs, targets
 
 
+def timed(cell: Any, parameters: list, inputs: np.ndarray, targets: np.ndarray) -> Callable[[], float]:
+    """Return what is timed: in GRAPH_MODE a step, in PYNATIVE_MODE a few and a weight after the last update."""
+    x, y = Tensor(inputs), Tensor(targets)
+    pynative = ms.get_context("mode") == ms.PYNATIVE_MODE
+    smallest = min(parameters, key=lambda parameter: parameter.size)
+
+    def step() -> float:
+        for _ in range(workloads.PYNATIVE_STEPS if pynative else 1):
+            outputs = cell(x, y)
+            loss = float((outputs[0] if isinstance(outputs, tuple) else outputs).asnumpy())
+        if pynative:
+            smallest.asnumpy()
+        return loss
+
+    return step
+
+
 class StockStep(nn.TrainOneStepWithLossScaleCell):
     """MindSpore's cell, with a finite check that its CPU backend has."""
 
@@ -243,14 +260,7 @@ def build_step(variant: str, workload: str, level: str, adam: bool = False) -> C
         cell = lossscale.TrainOneStepWithLossScaleCell(network, optimizer, update)
     if isinstance(cell, nn.Cell):
         cell.set_train()
-    x, y = Tensor(inputs), Tensor(targets)
-
-    def step() -> float:
-        outputs = cell(x, y)
-        loss = outputs[0] if isinstance(outputs, tuple) else outputs
-        return float(loss.asnumpy())
-
-    return step
+    return timed(cell, parameters, inputs, targets)
 
 
 def build_all(names: list[str], workload: str, level: str, adam: bool = False) -> dict[str, Callable[[], float]]:

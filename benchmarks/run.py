@@ -102,10 +102,7 @@ def main() -> None:
         if not options.quick:
             results["Scale series"] = scale_series()
     if not options.quick:
-        rows = [
-            run(sys.executable, "anatomy", "--mode", mode, "--rounds", str(rounds)) for mode in ("GRAPH", "PYNATIVE")
-        ]
-        results["Anatomy"] = {**rows[0], **rows[1]}
+        results["Anatomy"] = run(sys.executable, "anatomy", "--rounds", str(rounds))
     results["Kernel"] = run(sys.executable, "kernel", *quick)
     if options.quick:
         print(report.markdown(results))

@@ -45,6 +45,10 @@ def backend() -> str:
     return "native" if available else "plain"
 
 
-def gradient_arithmetic() -> nn.Cell:
-    """Return the cell that does the gradient arithmetic of a train step: native or plain, with the same methods."""
-    return NativeGradients() if backend() == "native" else PlainGradients()
+def gradient_arithmetic(scalars: bool = True) -> nn.Cell:
+    """Return the cell that does the gradient arithmetic of a train step: native or plain, with the same methods.
+
+    Args:
+        scalars: whether some gradients may have shape (). False makes compiling faster where there are many.
+    """
+    return NativeGradients(scalars) if backend() == "native" else PlainGradients()

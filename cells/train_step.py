@@ -146,7 +146,8 @@ class TrainOneStepWithLossScaleCell(nn.TrainOneStepWithLossScaleCell):
         # the flag need not be sent, unless a subclass brings a check of its own.
         self.check_here = self.cpu_target and not self._overrides("get_overflow_status")
         self.sparse_gradients = sparse
-        self.gradients = SparseGradients() if sparse else gradient_arithmetic()
+        scalars = any(not weight.shape for weight in self.weights)
+        self.gradients = SparseGradients() if sparse else gradient_arithmetic(scalars)
         self.narrow_parameters = any(p.dtype in (mstype.float16, mstype.bfloat16) for p in self.weights)
         # A list, because a Parameter set as an attribute would go into checkpoints, where it has no business. Nobody
         # prefixes its name there, and two train cells in one graph need two.
@@ -246,7 +247,7 @@ class TrainOneStepWithLossScaleCell(nn.TrainOneStepWithLossScaleCell):
             updated = self.step_unless(self.skips(skip, norm), true_grads)
             if overflow:
                 updated = ops.depend(updated, self.keep_flags(true_grads, flags))
-        return overflow, scale, norm.astype(mstype.float32) if self.reports_norm else norm, rate, updated
+        return overflow, scale, norm.astype(mstype.float32) if self.reports_norm else self.zero, rate, updated
 
     @jit(backend="ms_backend")  # in PYNATIVE_MODE one compiled call, as MindSpore's own optimizers are
     def update_fused(self, grads: tuple, used: Tensor, scale: Tensor, keeps_scale: bool) -> tuple:

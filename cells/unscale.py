@@ -98,7 +98,7 @@ def multiply(factor: Tensor, grads: Any) -> Any:
 
 
 def as_scalar(scale: Tensor) -> Tensor:
-    """Return a Tensor of shape () or (1,) in shape (). In PYNATIVE_MODE a reshape waits for the device: only if needed."""
+    """Return a Tensor of shape () or (1,) in shape (), by a reshape only if it must: in PYNATIVE_MODE that waits."""
     return scale if scale.shape == () else scale.reshape(())
 
 

@@ -112,10 +112,15 @@ def _reshape_like_tensor(product, grad):
 
 
 class NativeGradients(nn.Cell):
-    """Gradient arithmetic by the native kernel; see `cells.unscale.PlainGradients` for the methods."""
+    """Gradient arithmetic by the native kernel; see `cells.unscale.PlainGradients` for the methods.
 
-    def __init__(self):
+    Args:
+        scalars: whether some gradients may have shape (). False makes compiling faster where there are many.
+    """
+
+    def __init__(self, scalars: bool = True):
         super().__init__()
+        self.scalars = scalars
         self.unscale_op = native_op("unscale", _product_shapes, _product_dtypes)
         self.unscale_norm_op = native_op("unscale_norm", _product_norm_shapes, _product_norm_dtypes)
         self.multiply_op = native_op("multiply", _product_shapes, _product_dtypes)
@@ -125,17 +130,17 @@ class NativeGradients(nn.Cell):
     def unscale_and_check(self, grads: tuple, scale: Tensor) -> tuple:
         """Return (grads / scale, overflow, flags)."""
         outputs = self.unscale_op(scale, *grads)
-        return _like(outputs[2:], grads), outputs[0].reshape(()), outputs[1]
+        return self.shaped(outputs[2:], grads), outputs[0].reshape(()), outputs[1]
 
     def unscale_with_norm(self, grads: tuple, scale: Tensor) -> tuple:
         """Return (grads / scale, overflow, flags, sum of squares of grads / scale)."""
         outputs = self.unscale_norm_op(scale, *grads)
-        return _like(outputs[3:], grads), outputs[0].reshape(()), outputs[1], outputs[2].reshape(())
+        return self.shaped(outputs[3:], grads), outputs[0].reshape(()), outputs[1], outputs[2].reshape(())
 
     def multiply_and_check(self, grads: tuple, factor: Tensor) -> tuple:
         """Return (grads * factor, overflow, flags)."""
         outputs = self.multiply_op(factor, *grads)
-        return _like(outputs[2:], grads), outputs[0].reshape(()), outputs[1]
+        return self.shaped(outputs[2:], grads), outputs[0].reshape(()), outputs[1]
 
     def check(self, grads: tuple) -> tuple:
         """Return (overflow, flags)."""
@@ -155,10 +160,6 @@ class NativeGradients(nn.Cell):
         """Return a bool Tensor of shape (n,): which of the n gradients hold inf or nan."""
         return self.check_op(*grads)[1]
 
-
-def _like(products: tuple, grads: tuple) -> tuple:
-    """Return the products with those of scalar gradients in shape () again."""
-    scalars = 0
-    for grad in grads:
-        scalars += len(grad.shape) == 0
-    return _map(_reshape_like, products, grads) if scalars else products
+    def shaped(self, products: tuple, grads: tuple) -> tuple:
+        """Return the products with those of scalar gradients, which leave the op in shape (1,), in shape () again."""
+        return _map(_reshape_like, products, grads) if self.scalars else products

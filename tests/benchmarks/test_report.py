@@ -39,6 +39,16 @@ def test_the_full_step_and_the_scale_series_have_sections_where_they_were_measur
     assert "in 3 of them" in text
 
 
+def test_goals_name_what_misses_them(results):
+    times = {"plain": 2.0, "ours": 2.4, "stock": 9.0}
+    results["Cold"] = {
+        "first call, net": {name: {"first_call_s": time, "peak_mib": 100} for name, time in times.items()}
+    }
+    text = report.markdown(results)
+    assert "| GRAPH, any optimizer | 1.05 | 1 of 1 |  |" in text
+    assert "| First call | 1.15 | 0 of 1 | net (1.20) |" in text
+
+
 def test_a_variant_that_fails_is_named_and_short_times_keep_their_digits(results):
     text = report.markdown(results)
     assert "| net | 2.00 | does not run | 1.03 [1.02 1.05] |" in text
