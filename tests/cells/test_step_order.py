@@ -168,6 +168,15 @@ def test_clipping_cannot_hide_an_overflow(mode):
         assert net.w[0].asnumpy().tolist() == [0, 0]
 
 
+def test_a_window_is_clipped_without_reporting_its_norm(mode):
+    net = GradientsAsGiven([np.zeros(2, np.float32)])
+    clip = ClipByGlobalNorm(1.0)
+    step = TrainOneStepWithLossScaleCell(net, nn.SGD(list(net.w), 1.0), Tensor(8.0), clip_grad=clip, accumulate_steps=2)
+    for _ in range(2):
+        assert not bool(step(Tensor(np.float32([3, 4])))[1])
+    np.testing.assert_allclose(net.w[0].asnumpy(), [-0.6, -0.8], rtol=1e-6)
+
+
 def test_defaults_equal_the_options_spelled_out(mode):
     def train(**options):
         ms.set_seed(3)
