@@ -203,7 +203,8 @@ class TrainOneStepWithLossScaleCell(nn.TrainOneStepWithLossScaleCell):
             scale = scale_of_call(inputs[-1])
             inputs = inputs[:-1]
         output = self.network(*inputs)
-        used = usable_scale(as_scalar(scale), self.accumulate_steps)
+        # The loss comes before the gradients: its last ops would else become one more graph, behind the branch.
+        used = usable_scale(ops.depend(as_scalar(scale), loss_of(output)), self.accumulate_steps)
         grads = self.scaled_gradients(inputs, output, used)
         if self.accumulate_steps == 1:
             report = self.update(grads, grads, used, scale, scale_is_input)
