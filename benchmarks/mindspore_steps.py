@@ -310,8 +310,4 @@ if __name__ == "__main__":
         timing.write(options.out, timing.measure(full_rows(options.workloads), options.rounds))
     else:
         table = all_workloads(options.workloads, options.mode, options.quick)
-        short = min(options.rounds, workloads.O2_ROUNDS)
-        results: dict = {}
-        for name, build in table.items():
-            results |= timing.measure({name: build}, short if name.endswith(" O2") else options.rounds)
-        timing.write(options.out, results)
+        timing.write(options.out, timing.measure(table, options.rounds))

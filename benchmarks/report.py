@@ -13,11 +13,11 @@ scaling, in the same round: all variants of one framework take turns in one proc
 pass has run, a round is {pynative_steps} steps in a row and ends by reading a weight. Median [quartiles]. *plain
 again* is the plain step measured a second time: what it differs from 1 is noise. float32 with Momentum unless the
 name says otherwise; O2 is MindSpore's mixed precision and is compared with a plain O2 step. To keep the whole within
-half an hour, O2 has {o2_rounds} rounds, and O2 and PYNATIVE fewer variants. *stock* is MindSpore's
-`nn.TrainOneStepWithLossScaleCell` with an `isfinite` check, without which it does not run on CPU; *stock functional*
-is `amp.DynamicLossScaler` with `amp.all_finite` in `ms.jit`; *plain ops* is this library without its native kernel;
-*fused* is `FusedMomentum` or `FusedAdamWeightDecay`, and *fused plain* the same optimizer in a step that neither
-scales nor looks. PyTorch: `GradScaler("cpu")`. Flax: `DynamicScale` in `jit`, donated, skipping by `where`.
+half an hour, O2 and PYNATIVE have fewer variants. *stock* is MindSpore's `nn.TrainOneStepWithLossScaleCell` with an
+`isfinite` check, without which it does not run on CPU; *stock functional* is `amp.DynamicLossScaler` with
+`amp.all_finite` in `ms.jit`; *plain ops* is this library without its native kernel; *fused* is `FusedMomentum` or
+`FusedAdamWeightDecay`, and *fused plain* the same optimizer in a step that neither scales nor looks. PyTorch:
+`GradScaler("cpu")`. Flax: `DynamicScale` in `jit`, donated, skipping by `where`.
 """
 
 FULL_STEP = """\
@@ -55,7 +55,6 @@ def markdown(results: dict) -> str:
         METHOD.format(
             warm_up=5,
             rounds=results["rounds"],
-            o2_rounds=min(results["rounds"], workloads.O2_ROUNDS),
             pynative_steps=workloads.PYNATIVE_STEPS,
         ),
     ]

@@ -16,7 +16,6 @@ LOSS_SCALE = 2.0**10
 # The full step: micro-steps that make one update, the limit of the global norm (it clips), the decay of the averages.
 FULL = ["mlp_b64_h512_l4", "lenet5_b32"]
 ACCUMULATE_STEPS, CLIP_NORM, EMA_DECAY = 4, 1e-3, 0.999
-# O2 takes fewer: float16 is slow on CPU, and the whole should end within half an hour.
-ROUNDS, O2_ROUNDS, QUICK_ROUNDS = 40, 20, 15
+ROUNDS, QUICK_ROUNDS = 40, 15
 # In PYNATIVE_MODE a loss is there before its backward pass has run, so a round is several steps in a row.
 PYNATIVE_STEPS = 3

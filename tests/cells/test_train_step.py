@@ -333,6 +333,24 @@ def test_it_is_a_stock_cell_with_all_that_subclasses_use():
     assert [name for name in names.split() if not hasattr(step, name)] == []
 
 
+class OfMyOwn(TrainOneStepWithLossScaleCell):
+    pass
+
+
+def flag_of_sum(self, compute_output):
+    return compute_output[0].sum() > 3
+
+
+@pytest.mark.parametrize("kind", [TrainOneStepWithLossScaleCell, OfMyOwn])
+def test_mindspores_check_is_compiled_into_the_step_of_a_subclass_too(mode, monkeypatch, kind):
+    monkeypatch.setattr(nn.TrainOneStepWithLossScaleCell, "_get_gpu_overflow_status", flag_of_sum)
+    net = GradientsAsGiven([np.zeros(2, np.float32)])
+    step = kind(net, nn.SGD(list(net.w), 1.0), Tensor(8.0))
+    step.cpu_target = step.check_here = False
+    step.gpu_target = True
+    assert [bool(step(Tensor(np.float32([1, v])))[1]) for v in (1, 5)] == [False, True]
+
+
 @pytest.mark.parametrize(
     ("device", "soc", "check"),
     [
