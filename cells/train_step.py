@@ -392,7 +392,7 @@ class TrainOneStepWithLossScaleCell(nn.TrainOneStepWithLossScaleCell):
         and GPU it is MindSpore's own check. For train cells built on this one.
         """
         if not self.cpu_target:
-            # Not super(): in GRAPH_MODE that is the parent of the cell's own class, so subclasses would call this again.
+            # Not super(): in GRAPH_MODE it is the parent of the cell's own class, and subclasses would call this again.
             return nn.TrainOneStepWithLossScaleCell.get_overflow_status(self, status, compute_output)
         overflow, _ = self.gradients.check(compute_output)
         if self.is_distributed:
