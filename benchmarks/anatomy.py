@@ -10,7 +10,7 @@ import lossscale
 from benchmarks import timing, workloads
 from benchmarks.mindspore_steps import build_net, timed
 
-WORKLOADS = ["mlp_b16_h128_l60", "transformer"]
+WORKLOADS = {"GRAPH": ["mlp_b16_h128_l60", "transformer"], "PYNATIVE": ["mlp_b64_h512_l4", "mlp_b16_h2048_l6"]}
 
 
 VARIANTS = ["plain", "plain again", "order", "order and branch", "ours", "no update of the scale", "no branch"]
@@ -72,9 +72,14 @@ def build(variant: str, workload: str) -> Callable[[], float]:
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser()
+    parser.add_argument("--mode", choices=list(WORKLOADS), default="GRAPH")
     parser.add_argument("--rounds", type=int, default=workloads.ROUNDS)
     parser.add_argument("--out", required=True)
     options = parser.parse_args()
-    ms.set_context(mode=ms.GRAPH_MODE)
-    rows = {name: lambda name=name: {variant: build(variant, name) for variant in VARIANTS} for name in WORKLOADS}
+    ms.set_context(mode=ms.GRAPH_MODE if options.mode == "GRAPH" else ms.PYNATIVE_MODE)
+    names = WORKLOADS[options.mode]
+    rows = {
+        f"{name}, {options.mode}": lambda name=name: {variant: build(variant, name) for variant in VARIANTS}
+        for name in names
+    }
     timing.write(options.out, timing.measure(rows, options.rounds))

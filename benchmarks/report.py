@@ -30,13 +30,14 @@ MindSpore's own clip. PyTorch: `GradScaler`, `clip_grad_norm_` and `torch._forea
 """
 
 ANATOMY = """\
-GRAPH_MODE, two workloads of many small tensors, where a scaled step costs most beside a plain one. First what no step
-can avoid that the last gradient may stop, by MindSpore's own ops alone: in *order* the optimizer of a plain step waits
-for all gradients, where it otherwise runs beside the backward pass; *order and branch* also has it in an `if`, which
-carries every tensor of the optimizer through a switch. Then our step with one part after another left out: *no update
-of the scale* has a scale in a Tensor, *no branch* runs the optimizer whatever the check says. What lies between *order*
-and *neither* is the kernel, its second copy of the gradients, and the scale's way through the graph. A fused optimizer
-needs no branch and is one op where MindSpore's are a chain of one after another.
+GRAPH_MODE, two workloads of many small tensors, where a scaled step costs most beside a plain one; PYNATIVE_MODE, the
+two that miss the goal most often. First what no step can avoid that the last gradient may stop, by MindSpore's own ops
+alone: in *order* the optimizer of a plain step waits for all gradients, where in GRAPH_MODE it otherwise runs beside
+the backward pass; *order and branch* also has it in an `if`, which in GRAPH_MODE carries every tensor of the optimizer
+through a switch, and in PYNATIVE_MODE makes Python wait for the backward pass. Then our step with one part after
+another left out: *no update of the scale* has a scale in a Tensor, *no branch* runs the optimizer whatever the check
+says. What lies between *order* and *neither* is the kernel, its second copy of the gradients, and the scale's way
+through the step. A fused optimizer needs no branch and is one op where MindSpore's are a chain of one after another.
 """
 
 SCALE_SERIES = """\

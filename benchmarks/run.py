@@ -102,7 +102,9 @@ def main() -> None:
         if not options.quick:
             results["Scale series"] = scale_series()
     if not options.quick:
-        results["Anatomy"] = run(sys.executable, "anatomy", "--rounds", str(rounds))
+        results["Anatomy"] = {}
+        for mode in ("GRAPH", "PYNATIVE"):
+            results["Anatomy"] |= run(sys.executable, "anatomy", "--mode", mode, "--rounds", str(rounds))
     results["Kernel"] = run(sys.executable, "kernel", *quick)
     if options.quick:
         print(report.markdown(results))
