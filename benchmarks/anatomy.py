@@ -11,8 +11,6 @@ from benchmarks import timing, workloads
 from benchmarks.mindspore_steps import build_net, timed
 
 WORKLOADS = {"GRAPH": ["mlp_b16_h128_l60", "transformer"], "PYNATIVE": ["mlp_b64_h512_l4", "mlp_b16_h2048_l6"]}
-
-
 VARIANTS = ["plain", "plain again", "order", "order and branch", "ours", "no update of the scale", "no branch"]
 VARIANTS += ["neither", "ours, fused"]
 

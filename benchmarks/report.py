@@ -53,11 +53,7 @@ def markdown(results: dict) -> str:
         "# What loss scaling costs\n",
         f"Measured {results['date']} by `make bench` on {results['machine']}; load before the run "
         f"{results['load before']:.2f}; {versions}.\n",
-        METHOD.format(
-            warm_up=5,
-            rounds=results["rounds"],
-            pynative_steps=workloads.PYNATIVE_STEPS,
-        ),
+        METHOD.format(warm_up=5, rounds=results["rounds"], pynative_steps=workloads.PYNATIVE_STEPS),
     ]
     parts += ["## Goals\n", _goals(results)]
     for framework in FRAMEWORKS:
@@ -92,8 +88,8 @@ def _goals(results: dict) -> str:
         ("PYNATIVE, fused optimizer", results.get("MindSpore PYNATIVE", {}), "ours, fused", 1.15),
         ("GRAPH, full step", results.get("Full step", {}).get("MindSpore GRAPH", {}), "ours", 1.15),
         ("Kernel, of a copy, from 1 M values", _large(results["Kernel"]), "unscale", 1.3),
+        ("First call", _first_calls(results.get("Cold", {})), "ours", 1.15),
     ]
-    checks += [("First call", _first_calls(results.get("Cold", {})), "ours", 1.15)]
     lines = ["| | goal, at most | met by | missed by |", "| --- | --- | --- | --- |"]
     for title, rows, variant, goal in checks:
         ratios = {name: row[variant]["ratio"] for name, row in rows.items() if "ratio" in row.get(variant, {})}
@@ -106,10 +102,8 @@ def _goals(results: dict) -> str:
 def _first_calls(rows: dict) -> dict:
     """Return the ratios of the first calls, which compile."""
     return {
-        name.split(", ")[1]: {variant: {"ratio": one["first_call_s"] / row["plain"]["first_call_s"]}}
+        name.split(", ")[1]: {"ours": {"ratio": row["ours"]["first_call_s"] / row["plain"]["first_call_s"]}}
         for name, row in rows.items()
-        for variant, one in row.items()
-        if variant == "ours"
     }
 
 
