@@ -122,7 +122,7 @@ struct FusedStep {
   bool overflow;
 
   // Reads them for an optimizer of so many states and options, and writes the flags, which are the last two outputs.
-  int Begin(const Arguments &arguments, int states, int checks) {
+  int Begin(const Arguments &arguments, int states) {
     n = (arguments.count - kFixed - 2) / (2 + states);
     if (n < 1 || kFixed + (2 + states) * n + 2 != arguments.count) {
       return kBadCount;
@@ -135,7 +135,7 @@ struct FusedStep {
     options = static_cast<const float *>(arguments.data[3]);
     auto *any = static_cast<bool *>(arguments.data[arguments.count - 2]);
     auto *flags = static_cast<bool *>(arguments.data[arguments.count - 1]);
-    if (options[checks] != 0) {
+    if (options[arguments.Size(3) - 1] != 0) {
       lossscale::MultiplyAndCheck(factor, gradients, nullptr, flags, nullptr);
     } else {
       std::fill(flags, flags + n, false);
@@ -162,7 +162,7 @@ LOSSSCALE_OP(lossscale_check_norm) { return Multiply({count, data, ndims, shapes
 LOSSSCALE_OP(lossscale_momentum) {
   const Arguments arguments{count, data, ndims, shapes, dtypes};
   FusedStep step;
-  const int bad = step.Begin(arguments, 1, 1);
+  const int bad = step.Begin(arguments, 1);
   if (bad != kDone || step.overflow) {
     return bad;
   }
@@ -180,7 +180,7 @@ LOSSSCALE_OP(lossscale_momentum) {
 LOSSSCALE_OP(lossscale_adam_weight_decay) {
   const Arguments arguments{count, data, ndims, shapes, dtypes};
   FusedStep step;
-  const int bad = step.Begin(arguments, 2, 3);
+  const int bad = step.Begin(arguments, 2);
   if (bad != kDone || step.overflow) {
     return bad;
   }
