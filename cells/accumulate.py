@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from mindspore import Parameter, ParameterTuple, Tensor, nn, ops
 from mindspore import dtype as mstype
 
-from cells._check import check_positive_int
+from cells.checks import check_positive_int
 
 _add = ops.MultitypeFuncGraph("add")
 _clear = ops.MultitypeFuncGraph("clear")

@@ -5,8 +5,8 @@ from typing import Optional
 from mindspore import Tensor, nn, ops
 from mindspore import dtype as mstype
 
-from cells._backend import gradient_arithmetic
-from cells._check import LARGEST_FLOAT32, check_positive_number
+from cells.backends import gradient_arithmetic
+from cells.checks import LARGEST_FLOAT32, check_positive_number
 from cells.unscale import cast_like
 
 _limit = ops.MultitypeFuncGraph("limit")

@@ -5,7 +5,7 @@ from typing import Any
 from mindspore import Tensor, nn, ops
 from mindspore import dtype as mstype
 
-from cells._check import SMALLEST_NORMAL_FLOAT32, check_positive_number
+from cells.checks import SMALLEST_NORMAL_FLOAT32, check_positive_number
 from cells.unscale import cast_like, cast_up, multiply
 
 

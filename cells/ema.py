@@ -7,7 +7,7 @@ from typing import Optional
 from mindspore import Parameter, ParameterTuple, Tensor, nn, ops
 from mindspore import dtype as mstype
 
-from cells._check import check_bool, check_number
+from cells.checks import check_bool, check_number
 
 _follow = ops.MultitypeFuncGraph("follow")
 

@@ -17,7 +17,7 @@ import numpy as np
 from mindspore import Tensor, nn, ops
 from mindspore import dtype as mstype
 
-from cells._backend import backend
+from cells.backends import backend
 from cells.native import flag_shapes, in_place_op
 
 

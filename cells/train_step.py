@@ -7,14 +7,15 @@ import numpy as np
 from mindspore import Parameter, Tensor, context, jit, nn, ops
 from mindspore import dtype as mstype
 
-from cells._backend import gradient_arithmetic
-from cells._check import check_bool, check_positive_int, scale_tensor
-from cells._options import OUTPUTS, check_options, checked_outputs, checked_scale_sense
 from cells.accumulate import GradientAccumulator
+from cells.backends import gradient_arithmetic
 from cells.backward import extras_of, fixed_input_count, gradient_seed, loss_of, scale_of_call
+from cells.checks import check_bool, check_positive_int, scale_tensor
 from cells.clip import ClipByGlobalNorm, ClipByNormBase
 from cells.ema import EMA
+from cells.options import OUTPUTS, check_options, checked_outputs, checked_scale_sense
 from cells.ranks import check_ranks_agree, check_world
+from cells.scale_update import LossScaleUpdateCell
 from cells.unscale import (
     SparseGradients,
     as_scalar,
@@ -24,7 +25,6 @@ from cells.unscale import (
     unscale,
     usable_scale,
 )
-from cells.update import LossScaleUpdateCell
 
 _steps = itertools.count(1)
 

@@ -1,6 +1,6 @@
 """How are gradients unscaled and checked? Arithmetic in at least float32, and the finite check, in plain ops.
 
-`cells.native` does the same in one op on CPU; `cells._backend` chooses. Ascend and GPU use MindSpore's own check.
+`cells.native` does the same in one op on CPU; `cells.backends` chooses. Ascend and GPU use MindSpore's own check.
 """
 
 from typing import Any

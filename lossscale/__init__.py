@@ -1,5 +1,6 @@
 """Loss scaling and mixed-precision train steps for MindSpore, on Ascend, GPU and CPU."""
 
+from cells.scalers import DynamicLossScaler, LossScaler, NoOpLossScaler, StaticLossScaler
 from lossscale._cells import (
     EMA,
     ClipByGlobalNorm,
@@ -23,7 +24,6 @@ from lossscale.managers import DynamicLossScaleManager, FixedLossScaleManager, L
 from lossscale.model import Model
 from lossscale.monitor import LossScaleMonitor
 from lossscale.plot import plot_history
-from lossscale.scalers import DynamicLossScaler, LossScaler, NoOpLossScaler, StaticLossScaler
 from lossscale.train_network import build_train_network
 
 __version__ = "0.1.0"

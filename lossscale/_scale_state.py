@@ -6,7 +6,7 @@ from typing import Any
 from mindspore import Parameter, Tensor, ops
 from mindspore import dtype as mstype
 
-from cells._check import (
+from cells.checks import (
     LARGEST_FLOAT32,
     SMALLEST_NORMAL_FLOAT32,
     check_bool,
@@ -14,8 +14,8 @@ from cells._check import (
     check_number,
     check_positive_int,
 )
-from cells.rule import next_loss_scale
-from lossscale._state import check_count, check_keys
+from cells.scale_rule import next_loss_scale
+from cells.state_dict import check_count, check_keys
 
 _OWNER = "GradScaler"
 _numbers = itertools.count(1)

@@ -9,7 +9,7 @@ import mindspore
 import numpy as np
 from mindspore import Parameter, nn, ops
 
-from cells._check import check_positive_int
+from cells.checks import check_positive_int
 from cells.ranks import gather, rank, world_size
 
 _NAME = re.compile(r"step_(\d{10})\.ckpt")

@@ -12,9 +12,9 @@ import mindspore as ms
 import numpy as np
 from mindspore import Tensor, amp, nn, ops
 
-from cells._check import check_number
 from cells.backward import gradient_seed, loss_of
-from lossscale._extras import require
+from cells.checks import check_number
+from lossscale.optional import require
 
 _LARGEST_EXPONENT = 32
 _HEADROOM = 2  # gradients of later batches may be larger: leave two powers of two below the first overflow

@@ -8,8 +8,8 @@ from mindspore import Parameter, Tensor, ops
 from mindspore import dtype as mstype
 from mindspore.common.sparse_tensor import RowTensorInner
 
-from lossscale._arithmetic import overflows
-from lossscale._trees import flatten
+from cells.scaler_arithmetic import overflows
+from cells.trees import flatten
 
 
 def all_finite(inputs: Any) -> Tensor:

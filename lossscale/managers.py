@@ -7,8 +7,8 @@ from mindspore import nn
 from mindspore.train.loss_scale_manager import LossScaleManager as _MindSporeLossScaleManager
 
 from cells import DynamicLossScaleUpdateCell, FixedLossScaleUpdateCell
-from cells._check import check_bool, check_loss_scale, check_number_at_least
-from cells.rule import LossScaleRule
+from cells.checks import check_bool, check_loss_scale, check_number_at_least
+from cells.scale_rule import LossScaleRule
 
 _USUAL_LARGEST_FACTOR = 256
 

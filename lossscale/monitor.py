@@ -10,9 +10,9 @@ from mindspore import nn
 from mindspore.communication import GlobalComm, get_rank
 from mindspore.train import Callback
 
-from cells._check import check_bool, check_positive_int
-from lossscale._extras import require
+from cells.checks import check_bool, check_positive_int
 from lossscale.history import HistoryFile, scale_text
+from lossscale.optional import require
 
 _DEFAULT_OUTPUTS = ("loss", "overflow", "loss_scale")
 _UNKNOWN = ["unknown"]

@@ -5,8 +5,8 @@ from typing import TYPE_CHECKING, Any, Union
 
 import numpy as np
 
-from lossscale._extras import require
 from lossscale.history import read_history
+from lossscale.optional import require
 
 if TYPE_CHECKING:
     from lossscale.find_loss_scale import LossScaleReport

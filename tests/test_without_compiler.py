@@ -10,7 +10,7 @@ import pytest
 
 from tests.test_packaging import ROOT
 
-SUITE = ["test_backend.py", "test_train_step.py", "test_update.py"]
+SUITE = ["test_backends.py", "test_train_step.py", "test_scale_update.py"]
 
 
 @pytest.fixture(scope="module")

@@ -1,4 +1,4 @@
-"""The native kernel against numpy, called directly; through MindSpore in test_backend.py."""
+"""The native kernel against numpy, called directly; through MindSpore in test_backends.py."""
 
 import shutil
 import subprocess

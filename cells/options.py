@@ -5,9 +5,9 @@ from typing import Any
 from mindspore import Tensor, nn
 from mindspore import dtype as mstype
 
-from cells._check import scale_tensor
+from cells.checks import scale_tensor
 from cells.ema import EMA
-from cells.update import LossScaleUpdateCell
+from cells.scale_update import LossScaleUpdateCell
 
 OUTPUTS = ("loss", "overflow", "loss_scale", "grad_norm", "learning_rate", "updated")
 

@@ -6,12 +6,12 @@ from typing import Any, Optional, Union
 from mindspore import Parameter, Tensor, amp, nn, ops
 from mindspore import dtype as mstype
 
-from cells._check import check_loss_scale
-from cells.rule import LossScaleRule, next_loss_scale
+from cells.checks import check_loss_scale
+from cells.scale_rule import LossScaleRule, next_loss_scale
+from cells.scaler_arithmetic import unscale_wide
+from cells.state_dict import check_count, check_keys
+from cells.trees import map_tensors
 from cells.unscale import cast_like, cast_up, multiply
-from lossscale._arithmetic import unscale_wide
-from lossscale._state import check_count, check_keys
-from lossscale._trees import map_tensors
 
 _numbers = itertools.count(1)
 

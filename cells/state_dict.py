@@ -3,7 +3,7 @@
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from cells._check import check_number
+from cells.checks import check_number
 
 
 def check_keys(state_dict: Any, expected: Iterable[str], owner: str) -> None:

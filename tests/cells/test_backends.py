@@ -6,7 +6,7 @@ import pytest
 from mindspore import Tensor, nn
 
 import lossscale
-from cells._backend import gradient_arithmetic
+from cells.backends import gradient_arithmetic
 from cells.native import NativeGradients, library_path
 from cells.unscale import PlainGradients
 
@@ -211,7 +211,7 @@ def test_the_environment_variable_forces_the_plain_ops(monkeypatch):
 
 
 def test_a_missing_kernel_means_plain_and_can_not_be_forced(monkeypatch):
-    monkeypatch.setattr("cells._backend.library_path", lambda: None)
+    monkeypatch.setattr("cells.backends.library_path", lambda: None)
     monkeypatch.delenv("LOSSSCALE_BACKEND", raising=False)
     assert lossscale.backend() == "plain"
     monkeypatch.setenv("LOSSSCALE_BACKEND", "native")

@@ -6,10 +6,10 @@ from typing import Any, Optional
 from mindspore import Parameter, Tensor, jit, nn, ops
 from mindspore import dtype as mstype
 
-from cells._backend import backend
-from cells._check import check_loss_scale
+from cells.backends import backend
+from cells.checks import check_loss_scale
 from cells.native import in_place_op
-from cells.rule import LossScaleRule, next_loss_scale
+from cells.scale_rule import LossScaleRule, next_loss_scale
 
 _bindings = itertools.count(1)
 

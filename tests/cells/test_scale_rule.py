@@ -5,7 +5,7 @@ import pytest
 from mindspore import Tensor
 from mindspore import dtype as mstype
 
-from cells.rule import LossScaleRule, next_loss_scale
+from cells.scale_rule import LossScaleRule, next_loss_scale
 from tests.oracles import DynamicScale
 
 LARGEST = float(np.finfo(np.float32).max)

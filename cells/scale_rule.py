@@ -8,7 +8,7 @@ import numpy as np
 from mindspore import Tensor, ops
 from mindspore import dtype as mstype
 
-from cells._check import (
+from cells.checks import (
     LARGEST_FLOAT32,
     check_loss_scale,
     check_number_at_least,

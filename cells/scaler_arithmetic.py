@@ -5,7 +5,7 @@ from typing import Any
 from mindspore import Tensor, amp, context, ops
 from mindspore import dtype as mstype
 
-from cells._backend import backend
+from cells.backends import backend
 from cells.native import NativeGradients, library_path
 from cells.unscale import cast_up, has_nonfinite, multiply, unscale, usable_scale
 
