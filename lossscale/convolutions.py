@@ -37,9 +37,9 @@ class FastConvolutions(NamedTuple):
 def fast_convolutions() -> FastConvolutions:
     """Make MindSpore's convolutions on CPU take fast code where they would take reference code.
 
-    On CPUs with AVX-512, the oneDNN in MindSpore 2.7 to 2.10 has no fast code for the gradients of a convolution in
-    MindSpore's layout and takes reference code, 10 to 40 times slower than the AVX2 code of the same library
-    (``ONEDNN_VERBOSE=1`` shows ``jit_uni_ncsp:conv+ref:any``). This function limits oneDNN to AVX2, as the environment
+    On CPUs with AVX-512, the oneDNN in MindSpore 2.10 takes reference code for the gradients of a convolution in
+    MindSpore's layout, 10 to 40 times slower than the AVX2 code of the same library (``ONEDNN_VERBOSE=1`` shows
+    ``jit_uni_ncsp:conv+ref:any``); 2.7 is hardly slower. This function limits oneDNN to AVX2, as the environment
     variable ``ONEDNN_MAX_CPU_ISA=AVX2`` does for a whole process and for those that it starts. Results stay within
     float32 rounding; networks without convolutions are as fast as before.
 
