@@ -11,6 +11,7 @@ from mindspore import Parameter, nn, ops
 
 from cells.checks import check_positive_int
 from cells.ranks import gather, rank, world_size
+from lossscale.checkpoint_file import cut_off_at
 
 _NAME = re.compile(r"step_(\d{10})\.ckpt")
 _STEP = "train_state_step"
@@ -181,43 +182,13 @@ def _newest_common(folder: Path) -> int:
 
 
 def _read(path: Path) -> dict[str, Any]:
-    cut = _cut_off_at(path)
+    cut = cut_off_at(path)
     if cut is not None:
         raise ValueError(f"The checkpoint {path} is damaged: it is cut off at {cut}. Use an older one.")
     try:
         return mindspore.load_checkpoint(str(path), crc_check=True)
     except Exception as error:
         raise ValueError(f"The checkpoint {path} is damaged: {error}. Use an older one.") from error
-
-
-def _cut_off_at(path: Path) -> Optional[str]:
-    """Return what a file of MindSpore's checkpoint format breaks off at, None if it ends with its checksum.
-
-    The format is a row of protobuf records, each ``0x0A, varint length, (0x0A, varint length, name), value``, and
-    then ``crc_num`` and ten bytes. MindSpore itself reads a file that ends between two records as a smaller one.
-    """
-    content = memoryview(path.read_bytes())
-    position, name = 0, "its start"
-    while position < len(content) and bytes(content[position : position + 7]) != b"crc_num":
-        try:
-            length, start = _varint(content, position + 1)
-            name_length, name_start = _varint(content, start + 1)
-            name = repr(bytes(content[name_start : name_start + name_length]).decode())
-        except (IndexError, UnicodeDecodeError):
-            return f"{name} or behind it"
-        position = start + length
-        if position > len(content):
-            return name
-    return None if position + 17 == len(content) else f"{name} or behind it"
-
-
-def _varint(content: memoryview, position: int) -> tuple[int, int]:
-    """Return a number of protobuf's variable length, and the position behind it."""
-    value = shift = 0
-    while content[position] & 0x80:
-        value |= (content[position] & 0x7F) << shift
-        position, shift = position + 1, shift + 7
-    return value | content[position] << shift, position + 1
 
 
 def _check_fits(path: Path, saved: dict[str, Any], step: int, wanted: dict[str, Parameter]) -> None:

@@ -308,7 +308,7 @@ os.kill(os.getpid(), signal.SIGKILL)
 @pytest.mark.processes
 def test_a_killed_process_leaves_a_readable_history(tmp_path):
     path = tmp_path / "run.jsonl"
-    root = Path(__file__).parents[2]
+    root = Path(__file__).parents[3]
     done = subprocess.run([sys.executable, "-c", KILLED, path], cwd=root, capture_output=True, timeout=120)
     assert done.returncode == -9
     assert [r["loss"] for r in read_history(path)] == [1.0 / (step + 1) for step in range(50)]

@@ -10,8 +10,8 @@ from cells.ranks import on_any_rank
 from cells.scaler_arithmetic import unscale_and_check
 from cells.trees import map_tensors
 from cells.unscale import multiply
-from lossscale._scale_state import ScaleState, checked_scale
-from lossscale._stages import OptimizerState, Stage, checked_gradients
+from lossscale.grad_scaler.optimizer_stages import OptimizerState, Stage, checked_gradients
+from lossscale.grad_scaler.scale_state import ScaleState, checked_scale
 
 
 @jit_class

@@ -7,7 +7,7 @@ import re
 import pytest
 
 from lossscale import LossScaleMonitor, read_history
-from lossscale.history import summarize
+from lossscale.monitor import summarize
 
 STEPS = [(0.5, False, 1024.0), (math.nan, True, 512.0), (math.inf, True, 256.0), (0.25, False, 256.0)]
 
