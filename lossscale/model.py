@@ -39,6 +39,7 @@ class Model(mindspore.Model):
         'TrainOneStepWithLossScaleCell'
     """
 
+    _optimizer: Any
     _loss_scale_manager: Any
     _loss_scale_manager_set: bool
 
@@ -67,11 +68,13 @@ class Model(mindspore.Model):
             self._loss_scale_manager_set = True
         manager = self._loss_scale_manager
 
-        def build(stock_manager):
-            self._loss_scale_manager = stock_manager
+        optimizer = self._optimizer
+
+        def build(stock_optimizer, stock_manager):
+            self._optimizer, self._loss_scale_manager = stock_optimizer, stock_manager
             try:
                 return super(Model, self)._build_train_network()
             finally:
-                self._loss_scale_manager = manager
+                self._optimizer, self._loss_scale_manager = optimizer, manager
 
         return build_scaled(build, self._network, self._optimizer, manager, self._boost_level)

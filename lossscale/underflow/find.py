@@ -7,11 +7,14 @@ from typing import Any, Optional
 import numpy as np
 from mindspore import Tensor, nn
 
-from cells.checks import check_number
+from cells.checks import check_bool, check_number
+from cells.state_dict import check_count
 from lossscale.optional import require
 from lossscale.underflow.report import LossScaleReport
 from lossscale.underflow.runs import Runs, undisturbed
 from lossscale.underflow.statistics import LARGEST_EXPONENT, GradientStatistics
+
+_LARGEST_SEED = 2**32 - 1  # numpy's
 
 
 def find_loss_scale(
@@ -72,15 +75,22 @@ def find_loss_scale(
     """
     owner = "find_loss_scale"
     if not isinstance(network, nn.Cell):
-        raise TypeError(f"For '{owner}', 'network' must be a Cell, but got {network!r}.")
-    if amp_level not in (None, "O0", "O1", "O2", "O3", "auto"):
-        raise ValueError(f"For '{owner}', 'amp_level' must be 'O1', 'O2', 'O3', 'auto' or None, but got {amp_level!r}.")
+        raise TypeError(f"For '{owner}', 'network' must be a Cell, but got {network!r:.80}.")
+    if loss_fn is not None and (isinstance(loss_fn, type) or not callable(loss_fn)):
+        raise TypeError(f"For '{owner}', 'loss_fn' must be a Cell, a function or None, but got {loss_fn!r:.80}.")
+    if amp_level is not None and amp_level not in ("O0", "O1", "O2", "O3", "auto"):
+        raise ValueError(
+            f"For '{owner}', 'amp_level' must be 'O1', 'O2', 'O3', 'auto' or None, but got {amp_level!r:.80}."
+        )
     if not 0 <= check_number("tolerance", tolerance, owner) < 1:
         raise ValueError(f"For '{owner}', 'tolerance' must be >= 0 and < 1, but got {tolerance}; use 0.001.")
+    if check_count("seed", seed, owner) > _LARGEST_SEED:
+        raise ValueError(f"For '{owner}', 'seed' must be at most {_LARGEST_SEED}, but got {seed!r:.80}.")
+    check_bool("progress", progress, owner)
     batches = _batches(batch)
     bar = _bar(len(batches) * (LARGEST_EXPONENT + 1)) if progress else contextlib.nullcontext()
     with undisturbed(), bar as shown:
-        runs = Runs(network, loss_fn, amp_level, seed)
+        runs = Runs(network, loss_fn, amp_level, int(seed))
         runs.settle(batches[0])
         statistics = [GradientStatistics(name) for name in runs.names]
         for inputs in batches:

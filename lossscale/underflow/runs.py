@@ -2,13 +2,14 @@
 
 import contextlib
 import copy
+import importlib
 import math
 from collections.abc import Iterator
 from typing import Optional
 
 import mindspore as ms
 import numpy as np
-from mindspore import Tensor, amp, nn, ops
+from mindspore import Tensor, amp, dataset, nn, ops
 
 from cells.backward import gradient_seed, loss_of
 from lossscale.underflow.statistics import shortened
@@ -88,13 +89,15 @@ class Runs:
 
 @contextlib.contextmanager
 def undisturbed() -> Iterator[None]:
-    """Put the random states back at the end."""
-    seed, numpy_state, state = ms.get_seed(), np.random.get_state(), ms.get_rng_state()
+    """Put all random states back at the end, after an error too."""
+    seed, dataset_seed = ms.get_seed(), dataset.config.get_seed()
+    numpy_state, state = np.random.get_state(), ms.get_rng_state()
     try:
         yield
     finally:
-        if seed is not None:
-            ms.set_seed(seed)
+        # Not set_seed(seed): it refuses None, the state in which no seed was set, and sets the seeds of others.
+        importlib.import_module("mindspore.common.seed")._GLOBAL_SEED = seed  # type: ignore[attr-defined]
+        dataset.config.set_seed(dataset_seed)
         np.random.set_state(numpy_state)
         ms.set_rng_state(state)
 

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from mindspore import Tensor, nn
 
 from lossscale import GradScaler
-from lossscale._scale_state import next_scale
+from lossscale.grad_scaler.scale_state import next_scale
 from tests.oracles import TorchScale, same_bits
 
 STATE_KEYS = {"scale", "growth_factor", "backoff_factor", "growth_interval", "_growth_tracker"}
@@ -55,9 +55,9 @@ def test_scale_series_equals_pytorch_to_the_bit(init, growth, backoff, interval,
     scaler = GradScaler(init, growth, backoff, interval)
     oracle = TorchScale(init, growth, backoff, interval)
     for overflow in overflows:
-        scaler._adjust(overflow)
+        scaler._state.adjust(overflow)
         oracle.update(overflow)
-        assert (scaler.get_scale(), scaler._growth_tracker) == (float(oracle.scale), oracle.tracker)
+        assert (scaler.get_scale(), scaler._state.growth_tracker) == (float(oracle.scale), oracle.tracker)
 
 
 @settings(deadline=None, max_examples=20)
@@ -85,10 +85,10 @@ def test_grad_scaling_update_scale():
 def test_scale_stops_at_the_smallest_normal_float32():
     scaler = GradScaler(2.0**-120)
     for _ in range(20):
-        scaler._adjust(True)
+        scaler._state.adjust(True)
     assert scaler.get_scale() == 2.0**-126
     scaler.set_growth_interval(1)
-    scaler._adjust(False)
+    scaler._state.adjust(False)
     assert scaler.get_scale() == 2.0**-125
 
 
@@ -96,7 +96,7 @@ def test_grad_scaling_state_dict():
     """All five values are taken over by a scaler of other settings."""
     scaler = GradScaler(1000.0, 3.0, 0.25, 7)
     for _ in range(4):
-        scaler._adjust(False)
+        scaler._state.adjust(False)
     state = scaler.state_dict()
     assert set(state) == STATE_KEYS
     assert state == {
@@ -109,8 +109,8 @@ def test_grad_scaling_state_dict():
     resumed = GradScaler()
     resumed.load_state_dict(state)
     for overflow in (False, False, False, True, False):
-        scaler._adjust(overflow)
-        resumed._adjust(overflow)
+        scaler._state.adjust(overflow)
+        resumed._state.adjust(overflow)
         assert resumed.state_dict() == scaler.state_dict()
 
 
@@ -172,9 +172,9 @@ def test_getters_and_setters():
     scaler.set_backoff_factor(0.25)
     scaler.set_growth_interval(1)
     assert (scaler.get_growth_factor(), scaler.get_backoff_factor(), scaler.get_growth_interval()) == (4.0, 0.25, 1)
-    scaler._adjust(False)
+    scaler._state.adjust(False)
     assert scaler.get_scale() == 32.0
-    scaler._adjust(True)
+    scaler._state.adjust(True)
     assert scaler.get_scale() == 8.0
     with pytest.raises(ValueError, match="growth_factor"):
         scaler.set_growth_factor(0.5)
