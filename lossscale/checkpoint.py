@@ -162,7 +162,7 @@ def _check_train_cell(train_cell: Any, owner: str) -> None:
 def _checked_step(step: Any, owner: str) -> int:
     step = check_positive_int("step", step, owner)
     if step > _LARGEST_STEP:
-        raise ValueError(f"For '{owner}', 'step' must be at most {_LARGEST_STEP}, but got {step:.3g}.")
+        raise ValueError(f"For '{owner}', 'step' must be at most {_LARGEST_STEP}, but got a larger number.")
     return step
 
 

@@ -6,6 +6,8 @@ from typing import Any, Optional
 from lossscale.files import checked_path
 from lossscale.optional import require
 
+_ENDINGS = (".png", ".svg", ".svgz", ".pdf", ".ps", ".eps", ".pgf", ".jpg", ".jpeg", ".tif", ".tiff", ".webp", ".gif")
+
 # Okabe and Ito's colours, which the colour-blind tell apart; markers and hatches differ too, for grey print.
 BLUE, ORANGE, RED, GREY = "#0072B2", "#E69F00", "#D55E00", "#666666"
 
@@ -25,11 +27,12 @@ def tidy(*panels: Any) -> None:
 
 
 def checked_picture(path: Any, owner: str, source: Optional[Path] = None) -> Path:
-    """Return where a picture is written, not over its `source`: as PNG where `path` has no ending."""
+    """Return where a picture is written, not over its `source`: as PNG where `path` has no ending of a picture."""
     path = checked_path("path", path, owner)
     if path.is_dir():
         raise ValueError(f"{path} is a folder: name a picture in it, such as {path / 'run.png'}.")
-    path = path if path.suffix else path.with_name(f"{path.name}.png")
+    if path.suffix.lower() not in _ENDINGS:
+        path = path.with_name(f"{path.name}.png")
     if source is not None and path.exists() and source.exists() and path.samefile(source):
         raise ValueError(f"The picture {path} would replace the history that it shows: name another one.")
     return path

@@ -5,7 +5,7 @@ from typing import Any, Optional
 import mindspore
 from mindspore import nn
 
-from lossscale.train_network import build_scaled, check_known, manager_of_level
+from lossscale.train_network import build_scaled, check_known, check_level, check_loss_fn, manager_of_level
 
 _KNOWN_ARGUMENTS = ("loss_scale_manager", "keep_batchnorm_fp32", "boost_config_dict", "acc_level")
 
@@ -56,6 +56,9 @@ class Model(mindspore.Model):
         **kwargs: Any,
     ):
         check_known(kwargs, _KNOWN_ARGUMENTS, "Model")
+        check_loss_fn(loss_fn, "Model")
+        check_level("amp_level", amp_level, "Model")
+        check_level("boost_level", boost_level, "Model")
         super().__init__(
             network, loss_fn, optimizer, metrics, eval_network, eval_indexes, amp_level, boost_level, **kwargs
         )

@@ -57,6 +57,9 @@ def build_train_network(
         'TrainOneStepWithLossScaleCell'
     """
     check_known(kwargs, _KNOWN_ARGUMENTS, "build_train_network")
+    check_loss_fn(loss_fn, "build_train_network")
+    check_level("level", level, "build_train_network")
+    check_level("boost_level", boost_level, "build_train_network")
     manager = kwargs.pop("loss_scale_manager") if "loss_scale_manager" in kwargs else manager_of_level(level)
 
     def build(stock_optimizer, stock_manager):
@@ -69,7 +72,7 @@ def build_train_network(
 
 def manager_of_level(level: str) -> Optional[LossScaleManager]:
     """Return the loss-scale manager that a mixed-precision level brings: a new one for "O2", none for the others."""
-    return DynamicLossScaleManager() if isinstance(level, str) and level == "O2" else None
+    return DynamicLossScaleManager() if level == "O2" else None
 
 
 def build_scaled(
@@ -105,6 +108,18 @@ def build_scaled(
     elif inputs is not None:
         train_cell.set_inputs(*inputs)
     return train_cell
+
+
+def check_loss_fn(loss_fn: Any, owner: str) -> None:
+    """Raise TypeError if `loss_fn` is neither None nor something to call."""
+    if loss_fn is not None and (isinstance(loss_fn, type) or not callable(loss_fn)):
+        raise TypeError(f"For '{owner}', 'loss_fn' must be a Cell, a function or None, but got {loss_fn!r:.80}.")
+
+
+def check_level(name: str, level: Any, owner: str) -> None:
+    """Raise TypeError if a level is no string; which ones there are, MindSpore knows."""
+    if not isinstance(level, str):
+        raise TypeError(f"For '{owner}', '{name}' must be a string such as 'O2', but got {level!r:.80}.")
 
 
 def check_known(kwargs: dict, known: tuple, owner: str) -> None:

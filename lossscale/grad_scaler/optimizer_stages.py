@@ -72,7 +72,7 @@ def checked_gradients(optimizer: Any, grads: Any) -> tuple:
         )
     if len(grads) != len(parameters):
         raise ValueError(
-            f"For '{_OWNER}', there are {len(grads)} gradients but the optimizer has {len(parameters)} parameters. "
+            f"For '{_OWNER}', 'grads' holds {len(grads)} gradients but the optimizer has {len(parameters)} parameters. "
             "Compute the gradients for optimizer.parameters, in that order."
         )
     for grad, parameter in zip(grads, parameters):

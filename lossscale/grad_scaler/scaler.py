@@ -152,9 +152,9 @@ class GradScaler:
         """
         if not self._enabled:
             return grads
+        scaled = checked_gradients(optimizer, grads)
         state = self._states.get(optimizer, OptimizerState())
         state.check_can_unscale()
-        scaled = checked_gradients(optimizer, grads)
         unscaled = self._unscale_and_check(state, scaled)
         state.scaled = scaled
         self._states[optimizer] = state
@@ -188,8 +188,8 @@ class GradScaler:
         """
         if not self._enabled:
             return optimizer(grads, *args)
-        state = self._states.get(optimizer, OptimizerState())
         checked = checked_gradients(optimizer, grads)
+        state = self._states.get(optimizer, OptimizerState())
         state.check_can_step(checked)
         if state.stage is Stage.READY:
             checked = self._unscale_and_check(state, checked)

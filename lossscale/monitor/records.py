@@ -62,8 +62,8 @@ class StepRecorder:
 
     def in_window(self) -> bool:
         """Return whether the last step was a micro-step that ended no window of accumulation."""
-        accumulator = getattr(self.cell, "accumulator", None)
-        return accumulator is not None and accumulator.in_window()
+        tell = getattr(getattr(self.cell, "accumulator", None), "in_window", None)
+        return tell is not None and tell()
 
     def _values(self, outputs: Any) -> dict:
         """Return the values that a step returned, by name."""

@@ -10,6 +10,7 @@ from mindspore import Tensor, nn
 from cells.checks import check_bool, check_number
 from cells.state_dict import check_count
 from lossscale.optional import require
+from lossscale.train_network import check_loss_fn
 from lossscale.underflow.report import LossScaleReport
 from lossscale.underflow.runs import Runs, undisturbed
 from lossscale.underflow.statistics import LARGEST_EXPONENT, GradientStatistics
@@ -76,9 +77,8 @@ def find_loss_scale(
     owner = "find_loss_scale"
     if not isinstance(network, nn.Cell):
         raise TypeError(f"For '{owner}', 'network' must be a Cell, but got {network!r:.80}.")
-    if loss_fn is not None and (isinstance(loss_fn, type) or not callable(loss_fn)):
-        raise TypeError(f"For '{owner}', 'loss_fn' must be a Cell, a function or None, but got {loss_fn!r:.80}.")
-    if amp_level is not None and amp_level not in ("O0", "O1", "O2", "O3", "auto"):
+    check_loss_fn(loss_fn, owner)
+    if amp_level is not None and (not isinstance(amp_level, str) or amp_level not in ("O0", "O1", "O2", "O3", "auto")):
         raise ValueError(
             f"For '{owner}', 'amp_level' must be 'O1', 'O2', 'O3', 'auto' or None, but got {amp_level!r:.80}."
         )

@@ -1,5 +1,8 @@
 """The series of scales against PyTorch's arithmetic in plain Python, and the state that is saved."""
 
+import json
+from pathlib import Path
+
 import mindspore as ms
 import numpy as np
 import pytest
@@ -7,8 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from mindspore import Tensor, nn
 
-from lossscale import GradScaler
+from lossscale import DynamicLossScaler, GradScaler
 from lossscale.grad_scaler.scale_state import next_scale
+from tests.fixtures import train_cells
 from tests.oracles import TorchScale, same_bits
 
 STATE_KEYS = {"scale", "growth_factor", "backoff_factor", "growth_interval", "_growth_tracker"}
@@ -228,3 +232,32 @@ def test_resumed_training_equals_the_unbroken_run():
 
     inf = np.inf
     assert run([[1.0, 1.0, 1.0, inf, 1.0, 1.0, 1.0]]) == run([[1.0, 1.0, 1.0], [inf, 1.0], [1.0, 1.0]])
+
+
+def test_an_interval_below_the_count_takes_effect_after_the_next_overflow():
+    """PyTorch compares by ==, so a count that has passed the interval grows on."""
+    scaler, expected = GradScaler(8.0, growth_interval=9), TorchScale(8.0, 2.0, 0.5, 9)
+    for overflow, interval in ((0, 9), (0, 9), (0, 2), (0, 2), (0, 2), (1, 2), (0, 2), (0, 2)):
+        scaler.set_growth_interval(interval)
+        expected.interval = interval
+        scaler._state.adjust(bool(overflow))
+        expected.update(overflow)
+        assert scaler.get_scale() == expected.scale
+    assert scaler.get_scale() == 8.0
+
+
+def test_state_dicts_of_0_1_0_load_and_go_on():
+    states = json.loads((Path(train_cells.__file__).parent / "0.1.0" / "state_dicts.json").read_text())
+    scaler = GradScaler()
+    scaler.load_state_dict(states["GradScaler"])
+    assert scaler.state_dict() == states["GradScaler"]
+    for _ in range(3):  # the count is 2 of 5, the factor 3
+        assert scaler.get_scale() == 2.0
+        scaler._state.adjust(False)
+    assert scaler.get_scale() == 6.0
+    functional = DynamicLossScaler(1.0, 3.0, 5)
+    functional.load_state_dict(states["DynamicLossScaler"])
+    for _ in range(3):
+        assert functional.state_dict()["scale_value"] == states["DynamicLossScaler"]["scale_value"]
+        functional.adjust(Tensor(True))
+    assert functional.state_dict()["scale_value"] == np.float32(states["DynamicLossScaler"]["scale_value"]) * 3

@@ -43,3 +43,23 @@ def test_without_matplotlib_the_error_names_the_extra(monkeypatch, tmp_path):
 def test_an_empty_history_is_refused(tmp_path):
     with pytest.raises(ValueError, match="holds no record"):
         plot_history([], tmp_path / "run.png")
+
+
+def test_the_path_that_was_written_comes_back(tmp_path):
+    for name, written in (("picture", "picture.png"), ("picture.svg", "picture.svg"), ("v1.5", "v1.5.png")):
+        path = plot_history(record(), tmp_path / name)
+        assert path == tmp_path / written
+        assert path.stat().st_size > 5000
+
+
+def test_a_picture_does_not_replace_its_history_or_a_folder(tmp_path):
+    path = tmp_path / "run.png"
+    record(path)
+    content = path.read_bytes()
+    for picture in (path, tmp_path / "run", tmp_path / ".." / tmp_path.name / "run.png"):
+        with pytest.raises(ValueError, match=r"run\.png would replace the history"):
+            plot_history(path, picture)
+    with pytest.raises(ValueError, match="is a folder: name a picture in it"):
+        plot_history(path, tmp_path)
+    assert path.read_bytes() == content
+    assert list(tmp_path.iterdir()) == [path]

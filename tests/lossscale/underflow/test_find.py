@@ -117,13 +117,14 @@ def test_the_recommended_scale_is_a_usable_one():
 @pytest.mark.parametrize("seed", [None, 5])
 @pytest.mark.parametrize("fails", [False, True])
 def test_random_state_stays_as_it_was(seed, fails):
+    net, inputs = mlp(), batch()  # these take random numbers
     module = importlib.import_module("mindspore.common.seed")
     module._GLOBAL_SEED = seed
     ms.dataset.config.set_seed(77)
     before, state = np.random.get_state()[1].copy(), ms.get_rng_state().asnumpy()
     if fails:
         with pytest.raises(ValueError, match="Nothing of this backward pass is in float16"):
-            find_loss_scale(mlp(), nn.MSELoss(), *batch(), progress=False)
+            find_loss_scale(net, nn.MSELoss(), *inputs, progress=False)
     else:
         find_loss_scale(Halved([-10, -4]), None, Tensor(np.ones(2, np.float32)), progress=False)
     assert (ms.get_seed(), ms.dataset.config.get_seed()) == (seed, 77)
