@@ -185,6 +185,22 @@ def test_steps_of_any_length_are_found(tmp_path):
     assert [load_train_state(tmp_path, cell, step=step) for step in steps] == list(steps)
 
 
+def test_ranks_agree_on_steps_of_any_length(tmp_path, monkeypatch):
+    cell, newest = train_cell(), {}
+    monkeypatch.setattr(lossscale.checkpoint, "world_size", lambda: 2)
+    for number in (0, 1):
+        monkeypatch.setattr(lossscale.checkpoint, "rank", lambda number=number: number)
+        for step in ((7, 2**31 - 1, 2**31, 2**40 + 2**31 - 1), (7, 2**31, 2**40))[number]:
+            save_train_state(tmp_path, cell, step, keep=9)
+        with monkeypatch.context() as patch:
+            patch.setattr(lossscale.checkpoint, "gather", lambda own: newest.setdefault(rank(), own)[None])
+            rank = lossscale.checkpoint.rank
+            load_train_state(tmp_path, cell)
+    assert {values.dtype for values in newest.values()} == {np.dtype(np.int32)}
+    monkeypatch.setattr(lossscale.checkpoint, "gather", lambda own: np.stack([newest[0], newest[1]]))
+    assert load_train_state(tmp_path, cell) == 2**31
+
+
 def test_a_folder_named_like_a_checkpoint_is_none(tmp_path):
     cell = train_cell()
     save_train_state(tmp_path, cell, 1)

@@ -255,9 +255,9 @@ def test_state_dicts_of_0_1_0_load_and_go_on():
         assert scaler.get_scale() == 2.0
         scaler._state.adjust(False)
     assert scaler.get_scale() == 6.0
-    functional = DynamicLossScaler(1.0, 3.0, 5)
+    functional, scale = DynamicLossScaler(1.0, 3.0, 5), np.float32(states["DynamicLossScaler"]["scale_value"])
     functional.load_state_dict(states["DynamicLossScaler"])
     for _ in range(3):
-        assert functional.state_dict()["scale_value"] == states["DynamicLossScaler"]["scale_value"]
+        assert functional.state_dict()["scale_value"] == scale
         functional.adjust(Tensor(True))
-    assert functional.state_dict()["scale_value"] == np.float32(states["DynamicLossScaler"]["scale_value"]) * 3
+    assert functional.state_dict()["scale_value"] == scale * np.float32(3)

@@ -254,7 +254,7 @@ def test_a_bad_loss_inside_a_window_stops_the_run_at_its_end(mode):
     _, overflow, scale = cell(gradient())
     monitor.step((math.nan, overflow, scale))
     outputs = cell(gradient())
-    with pytest.raises(ValueError, match="loss of step 2 .*no gradient overflowed"):
+    with pytest.raises(ValueError, match=r"loss of step 2 .*no gradient overflowed"):
         monitor.step(outputs)
 
 
