@@ -186,19 +186,17 @@ def test_steps_of_any_length_are_found(tmp_path):
 
 
 def test_ranks_agree_on_steps_of_any_length(tmp_path, monkeypatch):
-    cell, newest = train_cell(), {}
+    cell, offered = train_cell(), []
     monkeypatch.setattr(lossscale.checkpoint, "world_size", lambda: 2)
-    for number in (0, 1):
+    monkeypatch.setattr(
+        lossscale.checkpoint, "gather", lambda own: np.stack([*offered[:1], offered.append(own) or own])
+    )
+    for number, steps in enumerate([(7, 2**31 - 1, 2**31, 2**40 + 2**31 - 1), (7, 2**31, 2**40)]):
         monkeypatch.setattr(lossscale.checkpoint, "rank", lambda number=number: number)
-        for step in ((7, 2**31 - 1, 2**31, 2**40 + 2**31 - 1), (7, 2**31, 2**40))[number]:
+        for step in steps:
             save_train_state(tmp_path, cell, step, keep=9)
-        with monkeypatch.context() as patch:
-            patch.setattr(lossscale.checkpoint, "gather", lambda own: newest.setdefault(rank(), own)[None])
-            rank = lossscale.checkpoint.rank
-            load_train_state(tmp_path, cell)
-    assert {values.dtype for values in newest.values()} == {np.dtype(np.int32)}
-    monkeypatch.setattr(lossscale.checkpoint, "gather", lambda own: np.stack([newest[0], newest[1]]))
-    assert load_train_state(tmp_path, cell) == 2**31
+        assert load_train_state(tmp_path, cell) == (steps[-1], 2**31)[number]  # alone, and with the first
+    assert {values.dtype for values in offered} == {np.dtype(np.int32)}
 
 
 def test_a_folder_named_like_a_checkpoint_is_none(tmp_path):
@@ -213,12 +211,14 @@ def test_a_folder_named_like_a_checkpoint_is_none(tmp_path):
     assert sorted(path.name for path in tmp_path.iterdir()) == ["step_0000000002.ckpt", "step_0000000003.ckpt"]
 
 
-@pytest.mark.parametrize("content", [b"\xff" * 600_000, bytes(20_000_000), b"\x0a\x00" * 10_000_000])
+@pytest.mark.parametrize(
+    "content", [b"\xff" * 600_000, b"\x0a" + b"\xff" * 600_000, bytes(20_000_000), b"\x0a\x00" * 10_000_000]
+)
 def test_a_large_file_of_rubbish_is_refused_at_once(tmp_path, content):
     (tmp_path / "step_0000000001.ckpt").write_bytes(content)
-    cell, start = train_cell(), time.monotonic()
+    cell, start = train_cell(), time.process_time()
     refused(tmp_path, cell, ValueError, "step_0000000001.ckpt", "cut off at")
-    assert time.monotonic() - start < 1
+    assert time.process_time() - start < 1
 
 
 def test_a_dtype_is_not_cast(tmp_path):
