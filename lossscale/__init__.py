@@ -17,15 +17,13 @@ from lossscale._cells import (
 )
 from lossscale.checkpoint import load_train_state, save_train_state
 from lossscale.convolutions import FastConvolutions, fast_convolutions
-from lossscale.find_loss_scale import LossScaleReport, find_loss_scale
 from lossscale.finite import NonfiniteGradient, all_finite, find_nonfinite
 from lossscale.grad_scaler import GradScaler
-from lossscale.history import read_history
 from lossscale.managers import DynamicLossScaleManager, FixedLossScaleManager, LossScaleManager
 from lossscale.model import Model
-from lossscale.monitor import LossScaleMonitor
-from lossscale.plot import plot_history
+from lossscale.monitor import LossScaleMonitor, plot_history, read_history
 from lossscale.train_network import build_train_network
+from lossscale.underflow import LossScaleReport, find_loss_scale
 
 __version__ = "0.1.0"
 

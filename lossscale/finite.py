@@ -97,10 +97,14 @@ def find_nonfinite(
     """
     if not isinstance(grads, (tuple, list)):
         raise TypeError(f"'grads' must be a tuple or list of Tensors, but got {type(grads).__name__}; write (grad,).")
+    if names is not None and not isinstance(names, (tuple, list)):
+        raise TypeError(f"'names' must be a tuple or list of names or Parameters, but got {type(names).__name__}.")
     if names is None:
         names = [str(number) for number in range(len(grads))]
     if len(names) != len(grads):
-        raise ValueError(f"There must be one name for each gradient, but got {len(names)} for {len(grads)}.")
+        raise ValueError(f"'names' must hold one name for each gradient, but got {len(names)} for {len(grads)}.")
+    if not all(isinstance(name, (str, Parameter)) for name in names):
+        raise TypeError("'names' must hold names or Parameters, but got something else.")
     found = []
     for grad, name in zip(grads, names):
         values = _to_numpy(grad)
@@ -118,7 +122,7 @@ def _to_numpy(grad: Any) -> np.ndarray:
     if isinstance(grad, RowTensorInner):
         grad = grad.values
     if not isinstance(grad, Tensor):
-        raise TypeError(f"'grads' must hold Tensors, but got {grad!r} of type {type(grad).__name__}.")
+        raise TypeError(f"'grads' must hold Tensors, but got a value of type {type(grad).__name__}.")
     if grad.dtype == mstype.bfloat16:  # numpy has no such type
         grad = grad.astype(mstype.float32)
     return grad.asnumpy()

@@ -124,6 +124,53 @@ def test_pickled_in_every_iteration(mode, through):
     assert run[2].get_scale() == FINAL_SCALE and run[2].total_skips == 1
 
 
+@pytest.mark.parametrize("through", (copy.deepcopy, lambda scaler: pickle.loads(pickle.dumps(scaler))))
+def test_a_copy_grows_when_the_original_would(through):
+    scaler = GradScaler(8.0, growth_interval=3)
+    scaler._state.adjust(False)
+    for one in (scaler, through(scaler)):
+        one._state.adjust(False)
+        assert one.get_scale() == 8.0
+        one._state.adjust(False)
+        assert one.get_scale() == 16.0
+
+
+def test_a_scale_set_by_hand_ends_the_iteration():
+    scaler, net = GradScaler(8.0), make_net()
+    optimizer = OPTIMIZERS["SGD"](net.trainable_params())
+    bad = tuple([Tensor(np.full(p.shape, np.inf, np.float32)) for p in optimizer.parameters])
+    for skips in (1, 2):
+        scaler.step(optimizer, bad)
+        scaler.update(4.0)
+        assert (scaler.get_scale(), scaler.total_skips, scaler.consecutive_skips) == (4.0, skips, skips)
+    scaler.unscale_(optimizer, bad)
+
+
+def test_the_optimizer_gets_gradients_in_the_dtypes_of_its_parameters():
+    parameters_ = [ms.Parameter(Tensor([1.0], d), name=f"p{i}") for i, d in enumerate((ms.bfloat16, ms.float32))]
+    seen = []
+
+    class Note:
+        parameters = parameters_
+
+        def __call__(self, grads):
+            seen.extend(grads)
+
+    GradScaler(8.0).step(Note(), tuple([Tensor([16.0], ms.float32)] * 2))
+    assert [grad.dtype for grad in seen] == [ms.bfloat16, ms.float32]
+    assert [float(grad.float()) for grad in seen] == [2.0, 2.0]
+
+
+def test_errors_do_not_print_gradients():
+    scaler, net = GradScaler(8.0), make_net()
+    optimizer = OPTIMIZERS["SGD"](net.trainable_params())
+    grads = tuple([Tensor(np.full(p.shape, 0.125, np.float32)) for p in optimizer.parameters])
+    for wrong in ((grads, optimizer), (optimizer, (*grads[:-1], [grads[0]])), (optimizer, grads[0]), (Tensor, grads)):
+        with pytest.raises(TypeError) as caught:
+            scaler.step(*wrong)
+        assert "0.125" not in str(caught.value) and len(str(caught.value)) < 400
+
+
 def test_disabled_passes_everything_through():
     scaler = GradScaler(enabled=False)
     net = make_net()

@@ -72,13 +72,13 @@ def checked_gradients(optimizer: Any, grads: Any) -> tuple:
         )
     if len(grads) != len(parameters):
         raise ValueError(
-            f"For '{_OWNER}', there are {len(grads)} gradients but the optimizer has {len(parameters)} parameters. "
+            f"For '{_OWNER}', 'grads' holds {len(grads)} gradients but the optimizer has {len(parameters)} parameters. "
             "Compute the gradients for optimizer.parameters, in that order."
         )
     for grad, parameter in zip(grads, parameters):
         if not isinstance(grad, (Tensor, RowTensorInner)):
             raise TypeError(
-                f"For '{_OWNER}', the gradient of '{parameter.name}' must be a Tensor, but got {grad!r} of type "
+                f"For '{_OWNER}', the gradient of '{parameter.name}' must be a Tensor, but got "
                 f"{type(grad).__name__}. For a parameter that the loss does not use, give zeros."
             )
         shape = grad.dense_shape if isinstance(grad, RowTensorInner) else grad.shape
@@ -94,10 +94,10 @@ def checked_gradients(optimizer: Any, grads: Any) -> tuple:
 def checked_parameters(optimizer: Any) -> tuple:
     """Return the optimizer's parameters if loss scaling can serve them."""
     parameters = getattr(optimizer, "parameters", None)
-    if not callable(optimizer) or not isinstance(parameters, (tuple, list)):
+    if isinstance(optimizer, type) or not callable(optimizer) or not isinstance(parameters, (tuple, list)):
         raise TypeError(
             f"For '{_OWNER}', 'optimizer' must be a mindspore.nn or mindspore.experimental.optim optimizer, but got "
-            f"{optimizer!r} of type {type(optimizer).__name__}. The order is step(optimizer, grads)."
+            f"{_kind(optimizer)}. The order is step(optimizer, grads)."
         )
     divisor = getattr(optimizer, "loss_scale", 1.0)
     if divisor != 1.0:
@@ -113,3 +113,8 @@ def checked_parameters(optimizer: Any) -> tuple:
                 'auto_mixed_precision(net, "O2") does that, net.to_float(mindspore.float16) too.'
             )
     return tuple(parameters)
+
+
+def _kind(value: Any) -> str:
+    """Return what a value is, without its contents: gradients are large."""
+    return f"the class {value.__name__}" if isinstance(value, type) else f"a value of type {type(value).__name__}"

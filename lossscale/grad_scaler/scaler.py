@@ -6,16 +6,22 @@ from typing import Any, Optional, Union
 from mindspore import Tensor, jit_class, ops
 from mindspore import dtype as mstype
 
+from cells.checks import check_bool, check_positive_int
 from cells.ranks import on_any_rank
 from cells.scaler_arithmetic import unscale_and_check
 from cells.trees import map_tensors
 from cells.unscale import multiply
-from lossscale._scale_state import ScaleState, checked_scale
-from lossscale._stages import OptimizerState, Stage, checked_gradients
+from lossscale.grad_scaler.optimizer_stages import OptimizerState, Stage, checked_gradients
+from lossscale.grad_scaler.scale_state import (
+    ScaleState,
+    checked_backoff_factor,
+    checked_growth_factor,
+    checked_scale,
+)
 
 
 @jit_class
-class GradScaler(ScaleState):
+class GradScaler:
     """Scales losses, unscales gradients, skips steps that overflowed, and adjusts the scale, as PyTorch's does.
 
     ::
@@ -98,7 +104,11 @@ class GradScaler(ScaleState):
         growth_interval: int = 2000,
         enabled: bool = True,
     ):
-        super().__init__(init_scale, growth_factor, backoff_factor, growth_interval, enabled)
+        self._state = ScaleState(init_scale, growth_factor, backoff_factor, growth_interval)
+        self._scale = self._state.scale  # compiled functions read the Parameter here
+        self._enabled = check_bool("enabled", enabled, type(self).__name__)
+        self.consecutive_skips = 0
+        self.total_skips = 0
         self._last_step_skipped = False
         self._skipped: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()
         self._begin_iteration()
@@ -142,9 +152,9 @@ class GradScaler(ScaleState):
         """
         if not self._enabled:
             return grads
+        scaled = checked_gradients(optimizer, grads)
         state = self._states.get(optimizer, OptimizerState())
         state.check_can_unscale()
-        scaled = checked_gradients(optimizer, grads)
         unscaled = self._unscale_and_check(state, scaled)
         state.scaled = scaled
         self._states[optimizer] = state
@@ -178,8 +188,8 @@ class GradScaler(ScaleState):
         """
         if not self._enabled:
             return optimizer(grads, *args)
-        state = self._states.get(optimizer, OptimizerState())
         checked = checked_gradients(optimizer, grads)
+        state = self._states.get(optimizer, OptimizerState())
         state.check_can_step(checked)
         if state.stage is Stage.READY:
             checked = self._unscale_and_check(state, checked)
@@ -215,7 +225,7 @@ class GradScaler(ScaleState):
                 "scaler.step(optimizer, grads) first, then update() once."
             )
         else:
-            self._adjust(any(bool(state.overflow) for state in states))
+            self._state.adjust(any(bool(state.overflow) for state in states))
         skipped = any(state.skipped for state in states)
         if states:
             self.consecutive_skips = self.consecutive_skips + 1 if skipped else 0
@@ -231,16 +241,81 @@ class GradScaler(ScaleState):
             return self._last_step_skipped
         return self._skipped.get(optimizer, False)
 
+    def is_enabled(self) -> bool:
+        """Return whether this scaler does anything."""
+        return self._enabled
+
+    def get_scale(self) -> float:
+        """Return the scale, 1.0 if disabled. In Python it waits for the device; in compiled functions it does not."""
+        if not self._enabled:
+            return 1.0
+        return float(self._scale)
+
+    def get_growth_factor(self) -> float:
+        """Return what the scale is multiplied by when it grows."""
+        return self._state.growth_factor
+
+    def set_growth_factor(self, new_factor: float) -> None:
+        """Set what the scale is multiplied by when it grows, a number > 1."""
+        self._state.growth_factor = checked_growth_factor(new_factor)
+
+    def get_backoff_factor(self) -> float:
+        """Return what the scale is multiplied by after an overflow."""
+        return self._state.backoff_factor
+
+    def set_backoff_factor(self, new_factor: float) -> None:
+        """Set what the scale is multiplied by after an overflow, a number between 0 and 1."""
+        self._state.backoff_factor = checked_backoff_factor(new_factor)
+
+    def get_growth_interval(self) -> int:
+        """Return after how many clean iterations in a row the scale grows."""
+        return self._state.growth_interval
+
+    def set_growth_interval(self, new_interval: int) -> None:
+        """Set after how many clean iterations in a row the scale grows, an int > 0.
+
+        The count must hit it exactly, as in PyTorch: set below the current run of clean iterations, it takes effect
+        after the next overflow.
+        """
+        self._state.growth_interval = check_positive_int("growth_interval", new_interval, type(self).__name__)
+
+    def state_dict(self) -> dict:
+        """Return the state under PyTorch's keys, empty if disabled. Waits for the device.
+
+        Call it after `update`, between iterations. Keys: scale, growth_factor, backoff_factor, growth_interval and
+        _growth_tracker.
+        """
+        if not self._enabled:
+            return {}
+        return self._state.state_dict()
+
+    def load_state_dict(self, state_dict: dict) -> None:
+        """Take over what `state_dict` returned, also that of PyTorch's scaler. Does nothing if disabled.
+
+        Raises:
+            RuntimeError: if the dict is empty, as a disabled scaler's is.
+            TypeError: if it is not a dict, or a value has the wrong type.
+            ValueError: if keys are missing or unknown, or a value is out of range. Nothing has changed then.
+        """
+        if not self._enabled:
+            return
+        if isinstance(state_dict, dict) and not state_dict:
+            raise RuntimeError(
+                "The state dict is empty: it was probably saved from a GradScaler with enabled=False. Leave the load "
+                "out to start from init_scale."
+            )
+        self._state.load_state_dict(state_dict)
+
     def __getstate__(self) -> dict:
         if self._states:
             raise RuntimeError("A GradScaler can be pickled or copied between iterations only: call update() first.")
-        arguments = (self._growth_factor, self._backoff_factor, self._growth_interval, self._enabled)
-        counts = (self._growth_tracker, self.consecutive_skips, self.total_skips)
+        arguments = (self._state.growth_factor, self._state.backoff_factor, self._state.growth_interval, self._enabled)
+        counts = (self._state.growth_tracker, self.consecutive_skips, self.total_skips)
         return {"arguments": (float(self._scale), *arguments), "counts": counts}
 
     def __setstate__(self, state: dict) -> None:
         GradScaler.__init__(self, *state["arguments"])
-        self._growth_tracker, self.consecutive_skips, self.total_skips = state["counts"]
+        self._state.growth_tracker, self.consecutive_skips, self.total_skips = state["counts"]
 
 
 def _as_parameters(optimizer: Any, grads: tuple) -> tuple:

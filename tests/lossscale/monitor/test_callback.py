@@ -239,6 +239,64 @@ def test_stop_after_overflows_in_a_row_explains(mode, tmp_path):
     assert all(same_bits(value, saved[name].asnumpy()) for name, value in before.items())
 
 
+def test_overflows_before_a_resume_count_for_stop_after():
+    cell = given_cell(scale=2.0**20)
+    for _ in range(2):
+        cell(gradient(True))
+    monitor = LossScaleMonitor(stop_after=3, progress=False, verbose=False).start(cell, first_step=2)
+    with pytest.raises(RuntimeError, match="3 overflows in a row, up to step 3"):
+        monitor.step(cell(gradient(True)))
+
+
+def test_a_bad_loss_inside_a_window_stops_the_run_at_its_end(mode):
+    cell = given_cell(accumulate_steps=2)
+    monitor = LossScaleMonitor(progress=False, verbose=False).start(cell)
+    _, overflow, scale = cell(gradient())
+    monitor.step((math.nan, overflow, scale))
+    outputs = cell(gradient())
+    with pytest.raises(ValueError, match=r"loss of step 2 .*no gradient overflowed"):
+        monitor.step(outputs)
+
+
+def test_the_record_of_a_bad_loss_is_in_the_file_at_once(tmp_path):
+    monitor = LossScaleMonitor(tmp_path / "run.jsonl", every=100, progress=False).start()
+    monitor.step((0.5, False, 8.0))
+    with pytest.raises(ValueError, match="loss of step 2 is nan"):
+        monitor.step((math.nan, False, 8.0))
+    assert [r["step"] for r in read_history(tmp_path / "run.jsonl")] == [2]
+    monitor.close()
+
+
+def test_a_resumed_loop_counts_on():
+    with LossScaleMonitor(progress=False).start(first_step=5) as monitor:
+        assert monitor.step((0.5, False, 8.0))["step"] == 6
+
+
+def test_the_last_record_of_a_run_is_written_when_the_next_begins(tmp_path):
+    monitor = LossScaleMonitor(tmp_path / "run.jsonl", every=10, append=True, progress=False)
+    for first in (0, 3):
+        monitor.start(first_step=first)
+        for _ in range(3):
+            monitor.step((0.5, False, 8.0))
+    monitor.close()
+    assert [r["step"] for r in read_history(tmp_path / "run.jsonl")] == [3, 6]
+
+
+H = Tensor(np.ones((2, 2), np.float32))
+
+
+@pytest.mark.parametrize("extra", [{"h": H}, None, 3, H])
+@pytest.mark.parametrize("scales", [True, False])
+def test_what_a_network_returns_beside_its_loss_is_left_alone(scales, extra):
+    loss = Tensor(0.5)
+    cell = given_cell() if scales else nn.TrainOneStepCell(mlp(), nn.SGD(mlp().trainable_params()))
+    outputs = [(loss, False, 512.0, extra)] if scales else [(loss, extra), [loss, extra], {"loss": loss, "h": extra}]
+    with LossScaleMonitor(progress=False).start(cell) as monitor:
+        for each in outputs:
+            record = monitor.step(each)
+            assert (record["loss"], record["next_loss_scale"]) == (0.5, 512.0 if scales else 1.0)
+
+
 def test_stop_after_tells_a_bad_forward_pass(mode):
     cell = poisoned_cell()
     monitor = LossScaleMonitor(stop_after=2, progress=False, verbose=False).start(cell)
@@ -308,7 +366,7 @@ os.kill(os.getpid(), signal.SIGKILL)
 @pytest.mark.processes
 def test_a_killed_process_leaves_a_readable_history(tmp_path):
     path = tmp_path / "run.jsonl"
-    root = Path(__file__).parents[2]
+    root = Path(__file__).parents[3]
     done = subprocess.run([sys.executable, "-c", KILLED, path], cwd=root, capture_output=True, timeout=120)
     assert done.returncode == -9
     assert [r["loss"] for r in read_history(path)] == [1.0 / (step + 1) for step in range(50)]

@@ -1,5 +1,6 @@
 """The finder against numpy on known gradients; what it leaves untouched; what it refuses."""
 
+import importlib
 import math
 
 import mindspore as ms
@@ -8,7 +9,7 @@ import pytest
 from mindspore import Tensor, nn, ops
 
 from lossscale import find_loss_scale
-from tests.nets import LeNet5, batch, mlp
+from tests.nets import batch, mlp
 from tests.oracles import parameters, same_bits
 
 
@@ -83,13 +84,52 @@ def test_flushed_share_range_and_recommendation_exact(mode):
     assert report.parameters[0].first_overflow() == 2.0**20
 
 
+class Product(Halved):
+    """Its gradient is its input times the seed, both in float16."""
+
+    def construct(self, x):
+        return ((self.w * self.factor).astype(ms.float16) * x.astype(ms.float16)).astype(ms.float32).sum()
+
+
 def test_several_batches_add_up(mode):
-    inputs = [Tensor(np.full(8, v, np.float32)) for v in (1.0, 2.0**-8)]
-    net = Halved([-30, -20, -18, -16, -14, -12, -10, -4])
-    report = find_loss_scale(net, None, [(x,) for x in inputs], progress=False)
-    assert report.total.values == 16
-    assert report.largest == 2.0**19
-    assert sum(report.total.exponents.values()) == 16
+    """Batches that overflow first at 2**16 and at 2**8: the smaller counts, whichever comes first."""
+    batches = [(Tensor(np.full(8, value, np.float32)),) for value in (1.0, 2.0**8)]
+    for order in (batches, batches[::-1]):
+        report = find_loss_scale(Product([-4] * 8), None, order, progress=False)
+        assert report.total.first_overflow() == 2.0**8
+        assert (report.largest, report.recommended) == (2.0**7, 2.0**5)
+        assert report.total.values == 16
+        assert report.total.exponents == {-4: 8, 4: 8}
+
+
+def test_the_tolerance_moves_the_smallest_scale():
+    net, x = Halved([-40, -30, -27, -26, -25, -20, -10, -4]), Tensor(np.ones(8, np.float32))
+    smallest = [find_loss_scale(net, None, x, tolerance=t, progress=False).smallest for t in (0.0, 1 / 8, 1 / 4)]
+    assert smallest == [2.0**16, 2.0**6, 2.0**3]  # all kept; all but 2**-40; all but that and 2**-30
+
+
+def test_the_recommended_scale_is_a_usable_one():
+    """Two usable powers: at a quarter of the larger one, values would flush."""
+    report = find_loss_scale(Halved([-42, -4]), None, Tensor(np.ones(2, np.float32)), progress=False)
+    assert (report.smallest, report.largest, report.recommended) == (2.0**18, 2.0**19, 2.0**18)
+
+
+@pytest.mark.parametrize("seed", [None, 5])
+@pytest.mark.parametrize("fails", [False, True])
+def test_random_state_stays_as_it_was(seed, fails):
+    net, inputs = mlp(), batch()  # these take random numbers
+    module = importlib.import_module("mindspore.common.seed")
+    module._GLOBAL_SEED = seed
+    ms.dataset.config.set_seed(77)
+    before, state = np.random.get_state()[1].copy(), ms.get_rng_state().asnumpy()
+    if fails:
+        with pytest.raises(ValueError, match="Nothing of this backward pass is in float16"):
+            find_loss_scale(net, nn.MSELoss(), *inputs, progress=False)
+    else:
+        find_loss_scale(Halved([-10, -4]), None, Tensor(np.ones(2, np.float32)), progress=False)
+    assert (ms.get_seed(), ms.dataset.config.get_seed()) == (seed, 77)
+    assert same_bits(np.random.get_state()[1], before)
+    assert same_bits(ms.get_rng_state().asnumpy(), state)
 
 
 @pytest.mark.parametrize("level", ["O1", "O2", "O3", "auto"])
@@ -123,15 +163,19 @@ def test_zeros_of_dropout_do_not_count(mode):
     assert report.total.flushed(2.0**8) == 0.0
 
 
-def test_markdown_names_scales_and_parameters():
-    x = Tensor(np.random.rand(4, 1, 32, 32).astype(np.float32))
-    y = Tensor(np.int32([0, 1, 2, 3]))
-    loss = nn.SoftmaxCrossEntropyWithLogits(sparse=True, reduction="mean")
-    report = find_loss_scale(LeNet5(), loss, x, y, amp_level="O2", progress=False)
-    text = report.to_markdown()
-    assert f"recommended initial scale: 2^{math.log2(report.recommended):.0f} = {report.recommended:.0f}" in text
-    for name in parameters(LeNet5()):
-        assert f"\n| {name} | " in text
+def test_markdown_holds_the_numbers():
+    report = find_loss_scale(Halved([-40, -30, -4, -4]), None, Tensor(np.ones(4, np.float32)), progress=False)
+    lines = report.to_markdown().splitlines()
+    assert lines[0] == (
+        "This network needs loss scaling: at scale 1, 50.00% of its 4 gradient values flush to zero in float16."
+    )
+    assert lines[2:4] == [
+        "- usable scales: 2^16 to 2^19 (no overflow; at the smallest 0.00% flushed)",
+        "- recommended initial scale: 2^17 = 131072",
+    ]
+    table = [f"| 2^{e} | {50 if e < 6 else 25 if e < 16 else 0}.00% |  |" for e in range(20)]
+    assert lines[7:28] == [*table, "| 2^20 | - | w |"]
+    assert lines[-1] == "| w | 4 | 2^-40 to 2^-4 | 50.00% | 0.00% | 2^20 |"
 
 
 def test_a_network_without_float16_is_refused(mode):

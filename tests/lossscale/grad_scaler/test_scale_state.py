@@ -1,5 +1,8 @@
 """The series of scales against PyTorch's arithmetic in plain Python, and the state that is saved."""
 
+import json
+from pathlib import Path
+
 import mindspore as ms
 import numpy as np
 import pytest
@@ -7,8 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from mindspore import Tensor, nn
 
-from lossscale import GradScaler
-from lossscale._scale_state import next_scale
+from lossscale import DynamicLossScaler, GradScaler
+from lossscale.grad_scaler.scale_state import next_scale
+from tests.fixtures import train_cells
 from tests.oracles import TorchScale, same_bits
 
 STATE_KEYS = {"scale", "growth_factor", "backoff_factor", "growth_interval", "_growth_tracker"}
@@ -55,9 +59,9 @@ def test_scale_series_equals_pytorch_to_the_bit(init, growth, backoff, interval,
     scaler = GradScaler(init, growth, backoff, interval)
     oracle = TorchScale(init, growth, backoff, interval)
     for overflow in overflows:
-        scaler._adjust(overflow)
+        scaler._state.adjust(overflow)
         oracle.update(overflow)
-        assert (scaler.get_scale(), scaler._growth_tracker) == (float(oracle.scale), oracle.tracker)
+        assert (scaler.get_scale(), scaler._state.growth_tracker) == (float(oracle.scale), oracle.tracker)
 
 
 @settings(deadline=None, max_examples=20)
@@ -85,10 +89,10 @@ def test_grad_scaling_update_scale():
 def test_scale_stops_at_the_smallest_normal_float32():
     scaler = GradScaler(2.0**-120)
     for _ in range(20):
-        scaler._adjust(True)
+        scaler._state.adjust(True)
     assert scaler.get_scale() == 2.0**-126
     scaler.set_growth_interval(1)
-    scaler._adjust(False)
+    scaler._state.adjust(False)
     assert scaler.get_scale() == 2.0**-125
 
 
@@ -96,7 +100,7 @@ def test_grad_scaling_state_dict():
     """All five values are taken over by a scaler of other settings."""
     scaler = GradScaler(1000.0, 3.0, 0.25, 7)
     for _ in range(4):
-        scaler._adjust(False)
+        scaler._state.adjust(False)
     state = scaler.state_dict()
     assert set(state) == STATE_KEYS
     assert state == {
@@ -109,8 +113,8 @@ def test_grad_scaling_state_dict():
     resumed = GradScaler()
     resumed.load_state_dict(state)
     for overflow in (False, False, False, True, False):
-        scaler._adjust(overflow)
-        resumed._adjust(overflow)
+        scaler._state.adjust(overflow)
+        resumed._state.adjust(overflow)
         assert resumed.state_dict() == scaler.state_dict()
 
 
@@ -172,9 +176,9 @@ def test_getters_and_setters():
     scaler.set_backoff_factor(0.25)
     scaler.set_growth_interval(1)
     assert (scaler.get_growth_factor(), scaler.get_backoff_factor(), scaler.get_growth_interval()) == (4.0, 0.25, 1)
-    scaler._adjust(False)
+    scaler._state.adjust(False)
     assert scaler.get_scale() == 32.0
-    scaler._adjust(True)
+    scaler._state.adjust(True)
     assert scaler.get_scale() == 8.0
     with pytest.raises(ValueError, match="growth_factor"):
         scaler.set_growth_factor(0.5)
@@ -228,3 +232,32 @@ def test_resumed_training_equals_the_unbroken_run():
 
     inf = np.inf
     assert run([[1.0, 1.0, 1.0, inf, 1.0, 1.0, 1.0]]) == run([[1.0, 1.0, 1.0], [inf, 1.0], [1.0, 1.0]])
+
+
+def test_an_interval_below_the_count_takes_effect_after_the_next_overflow():
+    """PyTorch compares by ==, so a count that has passed the interval grows on."""
+    scaler, expected = GradScaler(8.0, growth_interval=9), TorchScale(8.0, 2.0, 0.5, 9)
+    for overflow, interval in ((0, 9), (0, 9), (0, 2), (0, 2), (0, 2), (1, 2), (0, 2), (0, 2)):
+        scaler.set_growth_interval(interval)
+        expected.interval = interval
+        scaler._state.adjust(bool(overflow))
+        expected.update(overflow)
+        assert scaler.get_scale() == expected.scale
+    assert scaler.get_scale() == 8.0
+
+
+def test_state_dicts_of_0_1_0_load_and_go_on():
+    states = json.loads((Path(train_cells.__file__).parent / "0.1.0" / "state_dicts.json").read_text())
+    scaler = GradScaler()
+    scaler.load_state_dict(states["GradScaler"])
+    assert scaler.state_dict() == states["GradScaler"]
+    for _ in range(3):  # the count is 2 of 5, the factor 3
+        assert scaler.get_scale() == 2.0
+        scaler._state.adjust(False)
+    assert scaler.get_scale() == 6.0
+    functional, scale = DynamicLossScaler(1.0, 3.0, 5), np.float32(states["DynamicLossScaler"]["scale_value"])
+    functional.load_state_dict(states["DynamicLossScaler"])
+    for _ in range(3):
+        assert functional.state_dict()["scale_value"] == scale
+        functional.adjust(Tensor(True))
+    assert functional.state_dict()["scale_value"] == scale * np.float32(3)

@@ -1,21 +1,20 @@
 """What does the scale do? A callback that shows, records and, where it must, stops a run with loss scaling."""
 
 import math
-from collections import Counter
 from pathlib import Path
 from typing import Any, Optional, Union
 
-import numpy as np
 from mindspore import nn
 from mindspore.communication import GlobalComm, get_rank
 from mindspore.train import Callback
 
 from cells.checks import check_bool, check_positive_int
-from lossscale.history import HistoryFile, scale_text
+from cells.state_dict import check_count
+from lossscale.files import checked_path
+from lossscale.monitor.history import HistoryFile
+from lossscale.monitor.records import StepRecorder
+from lossscale.monitor.texts import explain_overflows, overflow_line, scale_text
 from lossscale.optional import require
-
-_DEFAULT_OUTPUTS = ("loss", "overflow", "loss_scale")
-_UNKNOWN = ["unknown"]
 
 
 class LossScaleMonitor(Callback):
@@ -108,20 +107,15 @@ class LossScaleMonitor(Callback):
         self._append = check_bool("append", append, owner)
         self._shows_bar = check_bool("progress", progress, owner)
         self._verbose = check_bool("verbose", verbose, owner)
-        self._path = history_file
+        self._path = None if history_file is None else checked_path("history_file", history_file, owner)
         self.history: list[dict] = []
         self._file: Optional[HistoryFile] = None
         self._bar: Any = None
         self._depth = 0
         self._reset(None, 0)
 
-    def _reset(self, train_cell: Optional[nn.Cell], first_step: int) -> None:
-        self._cell = train_cell
-        self._step = first_step
-        self._scale = _scale_of(train_cell)
-        self._counted = _counter_of(train_cell, "total_overflows")
-        self._overflows = 0
-        self._in_a_row = _counter_of(train_cell, "consecutive_overflows") or 0
+    def _reset(self, network: Optional[nn.Cell], first_step: int) -> None:
+        self._recorder = StepRecorder(network, first_step)
         self._bad_loss_in_window = False
         self._unwritten: Optional[dict] = None
 
@@ -135,9 +129,15 @@ class LossScaleMonitor(Callback):
             total_steps: the length of the progress bar.
             first_step: steps that were done before, as in a resumed run.
         """
-        self._reset(find_train_cell(train_cell), first_step)
-        self.history = []
+        owner = f"{type(self).__name__}.start"
+        if train_cell is not None and not isinstance(train_cell, nn.Cell):
+            raise TypeError(f"For '{owner}', 'train_cell' must be a Cell or None, but got {train_cell!r}.")
+        if total_steps is not None:
+            check_count("total_steps", total_steps, owner)
+        check_count("first_step", first_step, owner)
         self.close()
+        self._reset(train_cell, first_step)
+        self.history = []
         if _is_first_process():
             if self._shows_bar:
                 tqdm = require("tqdm", "progress", "The progress bar", ", or LossScaleMonitor(progress=False)").tqdm
@@ -157,66 +157,12 @@ class LossScaleMonitor(Callback):
             ValueError: if the loss is inf or nan and the step was not skipped.
             RuntimeError: after `stop_after` overflows in a row.
         """
-        number = self._step + 1 if step is None else step
-        steps = max(number - self._step, 1)
-        self._step = number
-        record = self._record(self._values(outputs), number, steps)
+        number = None if step is None else check_positive_int("step", step, f"{type(self).__name__}.step")
+        record = self._recorder.record(outputs, number)
         self._keep(record)
         self._show(record)
         self._check(record)
         return record
-
-    def _values(self, outputs: Any) -> dict:
-        """Return the values that a step returned, by name."""
-        names = getattr(self._cell, "outputs", _DEFAULT_OUTPUTS)
-        values = outputs if isinstance(outputs, (tuple, list)) else (outputs,)
-        return {name: _number(value) for name, value in zip(names, values)}
-
-    def _record(self, values: dict, number: int, steps: int) -> dict:
-        cell = self._cell
-        total = _counter_of(cell, "total_overflows") if steps > 1 or "overflow" not in values else None
-        if total is not None and self._counted is not None:
-            new = total - self._counted
-            self._in_a_row = _counter_of(cell, "consecutive_overflows") or 0
-        else:
-            new = int(bool(values.get("overflow", 0)))
-            if new or not self._in_window():
-                self._in_a_row = self._in_a_row + 1 if new else 0
-        self._overflows += new
-        self._counted = None if self._counted is None else self._counted + new
-        scale_after = values["loss_scale"] if "loss_scale" in values else _scale_of(cell)
-        scale_after = 1.0 if scale_after is None else scale_after
-        scale = scale_after if self._scale is None else self._scale
-        self._scale = scale_after
-        return {
-            "step": number,
-            "steps": steps,
-            "loss": values.get("loss", math.nan),
-            "overflow": new > 0,
-            "skipped": self._skipped(values, new > 0),
-            "loss_scale": scale,
-            "next_loss_scale": scale_after,
-            "in_a_row": self._in_a_row,
-            "new_overflows": new,
-            "overflows": self._overflows,
-            "parameters": self._nonfinite_parameters() if new else [],
-            "grad_norm": values.get("grad_norm"),
-            "learning_rate": values.get("learning_rate"),
-        }
-
-    def _in_window(self) -> bool:
-        """Whether the last step was a micro-step that ended no window of accumulation."""
-        accumulator = getattr(self._cell, "accumulator", None)
-        return accumulator is not None and accumulator.in_window()
-
-    def _skipped(self, values: dict, overflow: bool) -> bool:
-        if "updated" in values and not self._in_window():
-            return not values["updated"]
-        return overflow and getattr(self._cell, "drop_overflow_update", True)
-
-    def _nonfinite_parameters(self) -> list:
-        tell = getattr(self._cell, "nonfinite_parameters", None)
-        return (tell() if tell is not None else []) or list(_UNKNOWN)
 
     def _keep(self, record: dict) -> None:
         is_event = record["overflow"] or record["loss_scale"] != record["next_loss_scale"]
@@ -246,15 +192,16 @@ class LossScaleMonitor(Callback):
     def _check(self, record: dict) -> None:
         """Raise where the run should end."""
         finite = math.isfinite(record["loss"])
-        if self._in_window():
+        if self._recorder.in_window():
             # The end of the window tells whether it is skipped whole.
             self._bad_loss_in_window = self._bad_loss_in_window or not finite
             return
         bad_loss = self._bad_loss_in_window or not finite
         self._bad_loss_in_window = False
-        if self._stop_after is not None and self._in_a_row >= self._stop_after:
-            raise RuntimeError(_explain_overflows(self.history, self._in_a_row))
-        if bad_loss and not record["skipped"] and "loss" in getattr(self._cell, "outputs", _DEFAULT_OUTPUTS):
+        in_a_row = self._recorder.in_a_row
+        if self._stop_after is not None and in_a_row >= self._stop_after:
+            raise RuntimeError(explain_overflows(self.history, in_a_row))
+        if bad_loss and not record["skipped"] and "loss" in self._recorder.outputs:
             reason = "the overflow was not dropped" if record["overflow"] else "no gradient overflowed"
             raise ValueError(
                 f"The loss of step {record['step']} is {record['loss']} and the step was not skipped ({reason}), so "
@@ -295,98 +242,13 @@ class LossScaleMonitor(Callback):
     def on_train_step_end(self, run_context: Any) -> None:
         """Take note of a step, or in sink mode of an epoch."""
         params = run_context.original_args()
-        if self._cell is None:
-            self._cell = find_train_cell(params.train_network)
+        if self._recorder.cell is None:
+            self._recorder.watch(params.train_network)
         self.step(params.net_outputs, params.cur_step_num)
 
     def on_train_end(self, run_context: Any) -> None:
         """End a run of `Model`."""
         self.close()
-
-
-def overflow_line(record: dict) -> str:
-    """Return the line that reports a record with an overflow."""
-    names = record["parameters"]
-    where = names[0] if names != _UNKNOWN else "an unknown parameter"
-    more = f" (+{len(names) - 1} more)" if len(names) > 1 else ""
-    before, after = scale_text(record["loss_scale"]), scale_text(record["next_loss_scale"])
-    scale = f"scale {before} -> {after}" if before != after else f"scale stays {before}"
-    row = f", {_ordinal(record['in_a_row'])} in a row" if record["in_a_row"] > 1 else ""
-    if record["steps"] == 1:
-        return f"step {record['step']}: overflow in {where}{more}, {scale}{row}"
-    first = record["step"] - record["steps"] + 1
-    count = record["new_overflows"]
-    return (
-        f"steps {first} to {record['step']}: {count} overflow{'s' if count > 1 else ''}, "
-        f"the last in {where}{more}, {scale}{row}"
-    )
-
-
-def _ordinal(number: int) -> str:
-    ending = {1: "st", 2: "nd", 3: "rd"}.get(number % 10, "th") if number % 100 not in (11, 12, 13) else "th"
-    return f"{number}{ending}"
-
-
-def _explain_overflows(history: list, in_a_row: int) -> str:
-    """Return the error text of `stop_after`."""
-    streak = [record for record in history if record["overflow"]][-in_a_row:]
-    scales = [streak[0]["loss_scale"], *(record["next_loss_scale"] for record in streak)]
-    shown = [scale_text(scale) for scale in scales]
-    if len(shown) > 8:
-        shown = [*shown[:4], "...", *shown[-3:]]
-    counts = Counter(name for record in streak for name in record["parameters"])
-    names = ", ".join(f"{name} ({times}x)" for name, times in counts.most_common(5))
-    if len(counts) > 5:
-        names += f" and {len(counts) - 5} more"
-    finite = sum(math.isfinite(record["loss"]) for record in streak)
-    if finite == len(streak):
-        forward = "finite every time: only the backward pass overflows"
-        advice = (
-            "start from a smaller scale (find_loss_scale recommends one), lower min_loss_scale, clip or lower the "
-            "learning rate, or keep the layers named above in float32"
-        )
-    else:
-        forward = f"inf or nan in {len(streak) - finite} of {len(streak)}: no loss scale can help there"
-        advice = (
-            "look for inf or nan in the data and in the weights, lower the learning rate, or keep the layer that "
-            "overflows in the forward pass in float32"
-        )
-    return (
-        f"{in_a_row} overflows in a row, up to step {streak[-1]['step']}; no weight has moved since unless "
-        "drop_overflow_update=False.\n"
-        f"  loss scale:   {' -> '.join(shown)}\n"
-        f"  overflow in:  {names}\n"
-        f"  forward loss: {forward}\n"
-        f"  what to try:  {advice}.\n"
-        "The train cell is intact: mindspore.save_checkpoint(train_cell, path) saves it."
-    )
-
-
-def find_train_cell(network: Optional[nn.Cell]) -> Optional[nn.Cell]:
-    """Return the train cell, which is wrapped in sink mode, or None."""
-    while network is not None and not isinstance(network, nn.TrainOneStepCell):
-        network = getattr(network, "network", None)
-    return network
-
-
-def _scale_of(cell: Optional[nn.Cell]) -> Optional[float]:
-    """Return the live scale of a train cell, or None."""
-    scale = getattr(cell, "scale_sense", None)
-    if scale is None or getattr(cell, "scale_every_call", False):
-        return None
-    return _number(scale)
-
-
-def _counter_of(cell: Optional[nn.Cell], name: str) -> Optional[int]:
-    """Return a counter of a train cell's update cell, or None."""
-    counter = getattr(getattr(cell, "loss_scaling_manager", None), name, None)
-    return None if counter is None else int(counter.asnumpy())
-
-
-def _number(value: Any) -> float:
-    """Return a step's output, a Tensor or a number, as a float."""
-    array = value.asnumpy() if hasattr(value, "asnumpy") else value
-    return float(np.mean(np.asarray(array, np.float64)))
 
 
 def _is_first_process() -> bool:
