@@ -18,9 +18,13 @@ def check_number(name: str, value: Any, owner: str, *, hint: str = "") -> float:
         raise TypeError(
             f"For '{owner}', '{name}' must be a number, but got {value!r} of type {type(value).__name__}.{hint}"
         )
-    if not math.isfinite(value):
-        raise ValueError(f"For '{owner}', '{name}' must be a finite number, but got {value}.{hint}")
-    return float(value)
+    try:
+        number = float(value)
+    except OverflowError:  # an int of more than 308 digits
+        number = math.inf
+    if not math.isfinite(number):
+        raise ValueError(f"For '{owner}', '{name}' must be a finite number, but got {number}.{hint}")
+    return number
 
 
 def check_number_at_least(name: str, value: Any, minimum: float, owner: str, *, hint: str = "") -> float:

@@ -134,8 +134,6 @@ class TrainOneStepWithLossScaleCell(nn.TrainOneStepWithLossScaleCell):
         check_world(owner)
         super().__init__(network, optimizer, scale_sense)
         self.scale_sense.requires_grad = False
-        if isinstance(scale_sense, LossScaleUpdateCell):
-            scale_sense.bind(self.scale_sense)
         self.cpu_target = context.get_context("device_target") == "CPU"
         self.scale_every_call = self_scaled
         # The number of inputs that means "the last one is a scale"; -1 where none does.
@@ -164,6 +162,8 @@ class TrainOneStepWithLossScaleCell(nn.TrainOneStepWithLossScaleCell):
         self.drop_overflow_update = check_bool("drop_overflow_update", drop_overflow_update, owner)
         self.accumulate_steps = accumulate_steps
         self.accumulator: Any = GradientAccumulator(self.weights, accumulate_steps) if accumulate_steps > 1 else None
+        if isinstance(scale_sense, LossScaleUpdateCell):
+            scale_sense.bind(self.scale_sense, None if self.accumulator is None else self.accumulator.step)
         self.clip_grad: Any = clip_grad
         self.skip_above = clip_grad.skip_above if isinstance(clip_grad, ClipByGlobalNorm) else None
         # Short cuts go around stages, so they are taken only where a subclass has left those as they are.
