@@ -1,6 +1,7 @@
 """Functional scalers: one interface (`scale`, `unscale`, `adjust`) for a dynamic, a fixed and no loss scale."""
 
 import itertools
+import sys
 from typing import Any, Optional, Union
 
 from mindspore import Parameter, Tensor, amp, nn, ops
@@ -58,11 +59,32 @@ def _unscale_row_tensor(first, second, grad):
 
 
 def scale_tree(scale: Tensor, tree: Any) -> Any:
-    """Return each Tensor of a tree times `scale`, in its own dtype. Differentiable."""
-    if isinstance(tree, Tensor):  # with capture_mode="bytecode" MindSpore loses the gradient of a map
-        return tree * scale.astype(tree.dtype)
+    """Return each Tensor of a tree times `scale`, in its own dtype. Differentiable.
+
+    Raises:
+        TypeError: if something else is in the tree.
+        RuntimeError: in a function that MindSpore captures by its bytecode.
+    """
+    _refuse_bytecode()
     check_tree(tree)
     return tree_map(ops.partial(_scale, scale), tree)
+
+
+@ops.constexpr
+def _refuse_bytecode() -> None:
+    """Raise RuntimeError in a function under ``jit(capture_mode="bytecode")``, whose gradients would be 0 in silence.
+
+    MindSpore captures the script's own module there, calls other modules' functions in between, and then loses what
+    leads from one captured part to the next.
+    """
+    frame: Any = sys._getframe()
+    while frame is not None:
+        if frame.f_code.co_name == "_fn" and frame.f_code.co_filename.endswith("pijit_context.py"):
+            raise RuntimeError(
+                'In a function under mindspore.jit(capture_mode="bytecode") the gradients of scale() would all be 0. '
+                "Use mindspore.jit without capture_mode, or write loss * scaler.scale_value."
+            )
+        frame = frame.f_back
 
 
 def unscale_tree(scale: Tensor, tree: Any, keep_dtype: bool = False) -> Any:

@@ -92,7 +92,9 @@ def test_the_native_twin_equals_the_rule_over_10000_histories():
 
 def test_advance_equals_plain_python_over_whole_histories():
     rule, scale, _, overflows = random_histories(200, 30, seed=1)
-    twins = [DynamicScale(s, r[0], r[4], r[2], r[3], r[1], r[5]) for s, *r in zip(scale, *(each.tolist() for each in rule))]
+    twins = [
+        DynamicScale(s, r[0], r[4], r[2], r[3], r[1], r[5]) for s, *r in zip(scale, *(each.tolist() for each in rule))
+    ]
     zeros = Tensor(np.zeros(200, np.int32))
     state = Tensor(scale), zeros, zeros
     for overflow in overflows:
