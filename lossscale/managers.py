@@ -148,6 +148,7 @@ class DynamicLossScaleManager(LossScaleManager):
                 stacklevel=2,
             )
         self._host_loss_scale = self._rule.clamp("init_loss_scale", init_loss_scale, owner)
+        self._rule_tensors = self._rule.tensors()
         self._clean_steps = 0
         self._update_cells: list[DynamicLossScaleUpdateCell] = []
         self.scale_window = scale_window
@@ -217,7 +218,7 @@ class DynamicLossScaleManager(LossScaleManager):
 
     def _update_host_scale(self, overflow: bool) -> None:
         scale, clean_steps, _ = advance(
-            self._rule.tensors(),
+            self._rule_tensors,
             Tensor(self._host_loss_scale, mstype.float32),
             Tensor(self._clean_steps, mstype.int32),
             Tensor(self.bad_step, mstype.int32),
