@@ -8,9 +8,9 @@ from mindspore import dtype as mstype
 from mindspore.ops.primitive import PrimitiveWithInfer, constexpr
 
 from cells.backends import backend
-from cells.native import flag_shapes, native_op
+from cells.gradient_ops import has_nonfinite
+from cells.native import NativeArithmetic
 from cells.trees import check_tree, flatten
-from cells.unscale import has_nonfinite
 
 _FLOATS = (mstype.float32, mstype.float16, mstype.bfloat16, mstype.float64)
 _map = ops.Map()
@@ -71,26 +71,18 @@ def _way(dtypes: list) -> str:
     return "native" if backend() == "native" and all(dtype in _FLOATS for dtype in dtypes) else "plain"
 
 
-_way_to_look = _Way()
+way_to_look = _Way()
 
 
 @cache
-def _check_op() -> ops.Custom:
-    # Built at the first use, because on other devices there is no such op.
-    return native_op("check", _check_shapes, _check_dtypes)
+def native_arithmetic() -> NativeArithmetic:
+    """Return the native kernel's arithmetic, built at the first use: on other devices there is none."""
+    return NativeArithmetic(norms=False)
 
 
 @constexpr
-def _native_check() -> ops.Custom:
-    return _check_op()
-
-
-def _check_shapes(*tensors):
-    return tuple(flag_shapes(len(tensors)))
-
-
-def _check_dtypes(*tensors):
-    return (mstype.bool_, mstype.bool_)
+def _native_look() -> ops.Custom:
+    return native_arithmetic().look_op
 
 
 class _AnyNonfinite(ops.MultitypeFuncGraph):
@@ -121,15 +113,15 @@ def _in_tensor(tensor):
 
 
 def _look(tensors: Any) -> Tensor:
-    way = _way_to_look(tensors)
+    way = way_to_look(tensors)
     if way == "empty":
         return Tensor(False, mstype.bool_)
     if way == "nested":
         return ops.stack(_map(any_nonfinite, tensors)).any()
     if way == "native":
         # The kernel can't be differentiated, and an `if` on its answer in a forward function would ask for that.
-        check = _native_check()
-        return ops.stop_gradient(check(*ops.stop_gradient(tensors))[0]).reshape(())
+        look = _native_look()
+        return ops.stop_gradient(look(Tensor(1.0, mstype.float32), *ops.stop_gradient(tensors))[0]).reshape(())
     if way == "plain":
         return has_nonfinite(tensors)
     return ops.logical_not(amp.all_finite(tensors))

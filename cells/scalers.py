@@ -9,11 +9,11 @@ from mindspore import dtype as mstype
 from mindspore.common.sparse_tensor import RowTensorInner
 
 from cells.checks import check_loss_scale
-from cells.finite import any_nonfinite
+from cells.finite import any_nonfinite, native_arithmetic, way_to_look
+from cells.gradient_ops import cast_up, usable_scale
 from cells.scale_rule import LARGEST_INT32, LossScaleRule, advance
 from cells.state_dict import check_count, check_keys
 from cells.trees import check_tree, tree_map
-from cells.unscale import cast_up, usable_scale
 
 _numbers = itertools.count(1)
 _scale = ops.MultitypeFuncGraph("scale")
@@ -100,7 +100,10 @@ def unscale_tree(scale: Tensor, tree: Any, keep_dtype: bool = False) -> Any:
 
 
 def unscale_and_check(grads: tuple, scale: Tensor) -> tuple:
-    """Return (grads / scale in at least float32, whether any value of them is inf or nan)."""
+    """Return (grads / scale in at least float32, whether any value of them is inf or nan). Not for compiled code."""
+    if way_to_look(grads) == "native":
+        unscaled, flags, _ = native_arithmetic().divide_and_look(scale, grads)
+        return unscaled, flags.any()
     unscaled = unscale_tree(scale, grads)
     return unscaled, any_nonfinite(unscaled)
 
