@@ -81,8 +81,8 @@ def test_unscale_equals_the_float32_reciprocal_at_any_scale(mode, scale):
     scale = np.float32(scale)
     values = np.array([1.0, 1.1, -1.05], np.float32) * scale
     result = both_ways(scaler.unscale)
-    for unscale in result:
-        got = unscale(Tensor(values)).asnumpy()
+    for unscale, options in [*((each, {}) for each in result), (scaler.unscale, {"keep_dtype": False})]:
+        got = unscale(Tensor(values), **options).asnumpy()
         if scale <= 2.0**126:
             assert same_bits(got, values * (np.float32(1) / scale))
         np.testing.assert_allclose(got, [1.0, 1.1, -1.05], rtol=3e-7)
