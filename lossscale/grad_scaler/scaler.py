@@ -8,9 +8,7 @@ from mindspore import dtype as mstype
 
 from cells.checks import check_bool, check_positive_int
 from cells.ranks import on_any_rank
-from cells.scaler_arithmetic import unscale_and_check
-from cells.trees import map_tensors
-from cells.unscale import multiply
+from cells.scalers import scale_tree, unscale_and_check
 from lossscale.grad_scaler.optimizer_stages import OptimizerState, Stage, checked_gradients
 from lossscale.grad_scaler.scale_state import (
     ScaleState,
@@ -127,10 +125,7 @@ class GradScaler:
         """
         if not self._enabled:
             return outputs
-        return map_tensors(self._scale_tensor, outputs)
-
-    def _scale_tensor(self, tensor: Tensor) -> Tensor:
-        return multiply(self._scale, tensor)
+        return scale_tree(self._scale, outputs)
 
     def unscale_(self, optimizer: Any, grads: Any) -> Any:
         """Return this optimizer's gradients divided by the scale, in float32 (float64 for float64), and check them.
