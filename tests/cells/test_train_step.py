@@ -6,7 +6,13 @@ import pytest
 from mindspore import Parameter, Tensor, nn, ops
 
 import cells.backward
-from lossscale import DynamicLossScaleUpdateCell, FixedLossScaleUpdateCell, TrainOneStepWithLossScaleCell
+from cells.native import library_path
+from lossscale import (
+    ClipByGlobalNorm,
+    DynamicLossScaleUpdateCell,
+    FixedLossScaleUpdateCell,
+    TrainOneStepWithLossScaleCell,
+)
 from tests.nets import GradientsAsGiven, Poisoned, batch, mlp
 from tests.oracles import parameters, same_bits
 
@@ -106,6 +112,68 @@ def test_parameters_in_float16_are_checked_in_float16(mode):
     _, overflow, _ = step(Tensor(np.float32([1e30, 0.0])).astype(ms.float16))
     assert bool(overflow)
     assert same_bits(before, step.weights[0].asnumpy())
+
+
+class CastsUp(GradientsAsGiven):
+    """Computes in float32 from float16 weights, whose gradients can be finite until they are unscaled."""
+
+    def construct(self, grad):
+        return (self.w[0].astype(ms.float32) * grad).sum()
+
+
+@pytest.mark.parametrize("options", [{"clip_grad": ClipByGlobalNorm(1e9)}, {"outputs": ("overflow", "grad_norm")}])
+def test_float16_weights_are_checked_in_float16_when_the_norm_is_taken(mode, options):
+    net = CastsUp([np.zeros(2, np.float32)], [ms.float16])
+    step = TrainOneStepWithLossScaleCell(net, nn.SGD(list(net.w), 1.0), Tensor(2.0**-10), **options)
+    place = 0 if "outputs" in options else 1
+    assert not bool(step(Tensor(np.float32([8.0, 0.0])))[place])
+    assert bool(step(Tensor(np.float32([1e6, 0.0])))[place])  # finite in float32, inf in float16
+    assert net.w[0].asnumpy().tolist() == [-8, 0]
+    assert step.nonfinite_parameters() == ["w0"]
+
+
+class MeanOfTwo(nn.Cell):
+    """Stands in for the mean over two devices with the same gradients."""
+
+    def construct(self, grads):
+        return ((grads[0] + grads[0]) / 2,)
+
+
+def test_float16_gradients_are_summed_over_devices_in_float32(mode):
+    step = given_step([np.zeros(1, np.float32)], Tensor(1.0), [ms.float16])
+    step.grad_reducer, step.reducer_flag = MeanOfTwo(), True
+    _, overflow, _ = step(Tensor(np.float32([60000.0])).astype(ms.float16))
+    assert (bool(overflow), step.weights[0].asnumpy().tolist()) == (False, [-60000])
+
+
+class OnlyScalars(nn.Cell):
+    """A clip that makes nan of every gradient whose shape is not ()."""
+
+    def construct(self, grads):
+        return (grads[0] if grads[0].shape == () else grads[0] * np.nan,)
+
+
+def test_a_scalar_weight_gets_a_scalar_gradient(mode):
+    net = GradientsAsGiven([np.float32(2.0)])
+    step = TrainOneStepWithLossScaleCell(net, nn.SGD(list(net.w), 1.0), Tensor(8.0), clip_grad=OnlyScalars())
+    step(Tensor(0.5))
+    assert (net.w[0].shape, float(net.w[0].asnumpy())) == ((), 1.5)
+
+
+def test_the_scale_is_not_trained():
+    step = given_step([np.zeros(2, np.float32)], Tensor(8.0))
+    names = [p.name for p in step.trainable_params()]
+    assert "w0" in names and "scale_sense" not in names
+
+
+@pytest.mark.parametrize("options", [{"drop_overflow_update": False}, {"clip_grad": ClipByGlobalNorm(1.0, 9.0)}])
+def test_an_overflow_is_named_whatever_decides_on_the_step(mode, options):
+    net = GradientsAsGiven([np.zeros(2, np.float32), np.zeros(1, np.float32)])
+    step = TrainOneStepWithLossScaleCell(net, nn.SGD(list(net.w), 1.0), Tensor(8.0), **options)
+    step(Tensor(np.float32([3, 4])), Tensor([0.0]))
+    assert step.nonfinite_parameters() == []
+    step(Tensor(np.float32([3, 4])), Tensor([np.inf]))
+    assert step.nonfinite_parameters() == ["w1"]
 
 
 def test_float64_gradients_stay_float64(mode):
@@ -254,27 +322,55 @@ class Embedding(nn.Cell):
     def __init__(self):
         super().__init__()
         self.lookup = nn.EmbeddingLookup(20, 4, param_init="ones", target="CPU", sparse=True)
-        self.dense = nn.Dense(4, 1)
+        self.dense = nn.Dense(4, 1, weight_init="ones")
 
     def construct(self, ids, factor):
         return (self.dense(self.lookup(ids)) * factor).mean()
 
 
-def test_sparse_gradients_in_graph_mode():
-    ms.set_context(mode=ms.GRAPH_MODE)
+def sparse_step(scale, **options):
     net = Embedding()
-    optimizer = nn.LazyAdam(net.trainable_params(), 0.1)
+    optimizer = nn.LazyAdam(net.trainable_params(), 0.1, eps=1.0)  # so large that the size of a gradient is seen
     optimizer.target = "CPU"
-    step = TrainOneStepWithLossScaleCell(net, optimizer, DynamicLossScaleUpdateCell(1024.0, 2, 100))
-    table = net.lookup.embedding_table
-    before = table.asnumpy().copy()
-    _, overflow, _ = step(Tensor([1, 3, 3], ms.int32), Tensor(1.0))
-    moved = np.flatnonzero((table.asnumpy() != before).any(axis=1))
-    assert (moved.tolist(), bool(overflow)) == ([1, 3], False)
+    return TrainOneStepWithLossScaleCell(net, optimizer, DynamicLossScaleUpdateCell(scale, 2, 100), **options)
+
+
+def lazy_adam(grad, rate=0.1, eps=1.0):
+    """What the first step of Adam adds."""
+    root = np.sqrt(1 - 0.999)
+    return -rate * root * grad / (root * np.abs(grad) + eps)
+
+
+@pytest.mark.parametrize("scale", [1.0, 2.0**16])
+@pytest.mark.parametrize("backend", ["native", "plain"])
+def test_sparse_gradients_reach_the_optimizer_at_their_true_size(monkeypatch, backend, scale):
+    if backend == "native" and library_path() is None:
+        pytest.skip("the native kernel is not built")
+    monkeypatch.setenv("LOSSSCALE_BACKEND", backend)
+    ms.set_context(mode=ms.GRAPH_MODE)
+    step = sparse_step(scale)
+    table = step.network.lookup.embedding_table
+    _, overflow, _ = step(Tensor([1, 3, 3], ms.int32), Tensor(6.0))
+    expected = np.ones((20, 4))
+    expected[1] += lazy_adam(2.0)
+    expected[3] += lazy_adam(4.0)
+    np.testing.assert_allclose(table.asnumpy(), expected, rtol=1e-5)
     kept = table.asnumpy().copy()
-    _, overflow, scale = step(Tensor([2, 4, 5], ms.int32), Tensor(np.inf, ms.float32))
-    assert (bool(overflow), float(scale)) == (True, 512.0)
+    _, after, changed = step(Tensor([2, 4, 5], ms.int32), Tensor(np.inf, ms.float32))
+    assert (bool(overflow), bool(after), float(changed)) == (False, True, max(scale / 2, 1.0))
     assert same_bits(kept, table.asnumpy())
+    assert table.name in step.nonfinite_parameters()
+    step(Tensor([2, 2, 2], ms.int32), Tensor(1.0))
+    moved = np.flatnonzero((table.asnumpy() != kept).any(axis=1))
+    assert 2 in moved
+
+
+@pytest.mark.parametrize(
+    "options", [{"accumulate_steps": 2}, {"clip_grad": ClipByGlobalNorm(1.0)}, {"outputs": "grad_norm"}], ids=str
+)
+def test_what_sparse_gradients_exclude_is_refused(options):
+    with pytest.raises(ValueError, match=r"sparse gradients, which can be neither accumulated.*sparse=False"):
+        sparse_step(8.0, **options)
 
 
 class OwnStep(TrainOneStepWithLossScaleCell):
