@@ -284,7 +284,6 @@ class TestScaleOfTheCall:
         step = TrainOneStepWithLossScaleCell(
             net, nn.SGD(net.trainable_params(), 0.1), DynamicLossScaleUpdateCell(1024.0, 2, 2)
         )
-        assert step.inputs_with_scale == 3
         assert float(step(*batch(), Tensor([8.0]))[2].asnumpy().item()) == 8.0
 
     @pytest.mark.parametrize("scale", [Tensor([1.0, 2.0]), Tensor([[1.0]])], ids=str)
@@ -420,13 +419,23 @@ def test_a_subclass_with_its_own_check_is_asked(mode):
     assert [bool(step(Tensor(np.float32([1, v])))[1]) for v in (1, 5)] == [False, True]
 
 
-def test_it_is_a_stock_cell_with_all_that_subclasses_use():
-    step = given_step([np.zeros(2, np.float32)], Tensor(8.0))
+def test_what_subclasses_use_is_what_they_find_in_mindspores_cell():
+    net = GradientsAsGiven([np.zeros(2, np.float32)])
+    optimizer, update = nn.SGD(list(net.w), 1.0), DynamicLossScaleUpdateCell(8.0, 2, 100)
+    stock = nn.TrainOneStepWithLossScaleCell(net, optimizer, nn.DynamicLossScaleUpdateCell(8.0, 2, 100))
+    step = TrainOneStepWithLossScaleCell(net, optimizer, update)
     assert isinstance(step, nn.TrainOneStepWithLossScaleCell)
-    names = "network optimizer weights grad grad_reducer hyper_map scale_sense loss_scaling_manager reducer_flag"
-    names += " parallel_mode is_distributed allreduce base less_equal use_graceful_exit"
-    names += " set_sense_scale start_overflow_check get_overflow_status process_loss_scale"
-    assert [name for name in names.split() if not hasattr(step, name)] == []
+    assert step.network is net and step.optimizer is optimizer and step.loss_scaling_manager is update
+    assert [weight is own for weight, own in zip(step.weights, net.w)] == [True]
+    for name in ["grad", "grad_reducer", "hyper_map", "base", "less_equal", "allreduce"]:
+        assert type(getattr(step, name)) is type(getattr(stock, name)), name
+    for name in ["reducer_flag", "parallel_mode", "is_distributed", "use_graceful_exit", "sens"]:
+        assert getattr(step, name) == getattr(stock, name), name
+    assert (step.scale_sense.name, step.scale_sense.asnumpy()) == (stock.scale_sense.name, stock.scale_sense.asnumpy())
+    status, scale = step.start_overflow_check(Tensor(1.0), step.scale_sense)
+    expected, same = stock.start_overflow_check(Tensor(1.0), stock.scale_sense)
+    assert (status.shape, status.dtype, float(scale)) == (expected.shape, expected.dtype, float(same))
+    assert bool(step.process_loss_scale(Tensor(True))) and float(step.scale_sense.asnumpy()) == 4.0
 
 
 class OfMyOwn(TrainOneStepWithLossScaleCell):
@@ -440,10 +449,11 @@ def flag_of_sum(self, compute_output):
 @pytest.mark.parametrize("kind", [TrainOneStepWithLossScaleCell, OfMyOwn])
 def test_mindspores_check_is_compiled_into_the_step_of_a_subclass_too(mode, monkeypatch, kind):
     monkeypatch.setattr(nn.TrainOneStepWithLossScaleCell, "_get_gpu_overflow_status", flag_of_sum)
+    real = ms.context.get_context
     net = GradientsAsGiven([np.zeros(2, np.float32)])
-    step = kind(net, nn.SGD(list(net.w), 1.0), Tensor(8.0))
-    step.cpu_target = step.check_here = False
-    step.gpu_target = True
+    with monkeypatch.context() as on_gpu:
+        on_gpu.setattr(ms.context, "get_context", lambda key: "GPU" if key == "device_target" else real(key))
+        step = kind(net, nn.SGD(list(net.w), 1.0), Tensor(8.0))
     assert [bool(step(Tensor(np.float32([1, v])))[1]) for v in (1, 5)] == [False, True]
 
 
@@ -468,7 +478,6 @@ def test_each_device_gets_its_check(monkeypatch, device, soc, check):
         "_get_ascend_overflow_status_on_saturation_mode",
     ):
         monkeypatch.setattr(type(step), name, lambda *_, n=name: called.append(n) or Tensor(True), raising=False)
-    grads = (Tensor(np.float32([np.inf])),)
-    _, overflow, _ = step.unscale_and_check(grads, grads, Tensor(8.0))
+    overflow = step.get_overflow_status(Tensor([0] * 8, ms.int32), (Tensor(np.float32([np.inf])),))
     assert bool(overflow)
     assert called == ([check] if check else [])
