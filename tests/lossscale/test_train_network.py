@@ -119,6 +119,7 @@ def test_explicit_none_means_none():
 def test_the_returned_cell_is_set_to_train(mode, manager):
     net = network().set_train(False)
     train_cell = built(net, loss_scale_manager=manager)
+    assert train_cell.training and net.training
     before = parameters(net)
     train_cell(*batch())
     after = parameters(net)
