@@ -6,7 +6,7 @@ import pytest
 from mindspore import Tensor, nn
 
 from lossscale import DynamicLossScaleUpdateCell, TrainOneStepWithLossScaleCell
-from tests.nets import Poisoned, batch, copy_parameters, mlp
+from tests.nets import GradientsAsGiven, Poisoned, batch, copy_parameters, mlp
 from tests.oracles import parameters, same_bits
 
 NONE, INF = Tensor(np.zeros(4, np.float32)), Tensor(np.float32([0, np.inf, 0, 0]))
@@ -97,13 +97,40 @@ def test_sums_that_overflow_float32_are_an_overflow(mode):
 
 
 def test_float16_gradients_are_summed_in_float32(mode):
-    from tests.nets import GradientsAsGiven
-
     net = GradientsAsGiven([np.zeros(1, np.float32)], [ms.float16])
     step = TrainOneStepWithLossScaleCell(net, nn.SGD(list(net.w), 1.0), Tensor(1.0), accumulate_steps=4)
     for value in (2048.0, 1.0, 1.0, 1.0):  # 2048 + 1 is 2048 in float16
         step(Tensor([value]).astype(ms.float16))
     assert net.w[0].asnumpy().tolist() == [np.float16(-2051 / 4)]
+
+
+def test_float64_gradients_are_summed_in_float64(mode):
+    net = GradientsAsGiven([np.zeros(1)], [ms.float64])
+    step = TrainOneStepWithLossScaleCell(net, KeepsGradient(list(net.w)), Tensor(2.0**10), accumulate_steps=2)
+    for value in (1.0, 1 + 2.0**-40):
+        step(Tensor(np.array([value])))
+    assert step.optimizer.kept.asnumpy().tolist() == [1 + 2.0**-41]
+
+
+class KeepsGradient(nn.Optimizer):
+    """An optimizer that only remembers its first gradient."""
+
+    def __init__(self, parameters):
+        super().__init__(0.1, parameters)
+        self.kept = ms.Parameter(Tensor(np.zeros(1)), name="kept")
+
+    def construct(self, gradients):
+        return ms.ops.assign(self.kept, gradients[0])
+
+
+@pytest.mark.parametrize("scale", [2.0**125, 2.0**127])
+def test_scales_near_the_largest_train_at_the_true_size(mode, scale):
+    # The divisor, scale * steps, must be finite, and its reciprocal a normal number.
+    net = GradientsAsGiven([np.zeros(2, np.float32)])
+    step = TrainOneStepWithLossScaleCell(net, nn.SGD(list(net.w), 1.0), Tensor(scale, ms.float32), accumulate_steps=4)
+    for _ in range(4):
+        _, overflow, _ = step(Tensor(np.float32([0.25, -0.5])))
+    assert (bool(overflow), net.w[0].asnumpy().tolist()) == (False, [-0.25, 0.5])
 
 
 def test_the_scale_is_constant_inside_a_window(mode):

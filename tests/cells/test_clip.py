@@ -3,9 +3,10 @@
 import mindspore as ms
 import numpy as np
 import pytest
-from mindspore import Tensor, mutable, ops
+from mindspore import Tensor, mutable, nn, ops
 
-from lossscale import ClipByGlobalNorm, ClipByNorm, ClipByValue
+from lossscale import ClipByGlobalNorm, ClipByNorm, ClipByValue, TrainOneStepWithLossScaleCell
+from tests.nets import GradientsAsGiven
 from tests.oracles import clip_in_numpy
 
 
@@ -66,3 +67,27 @@ def test_bad_limits_are_refused(cell, limit, error):
 def test_skip_above_below_max_norm_is_refused():
     with pytest.raises(ValueError, match="'skip_above' must be >= 'max_norm'"):
         ClipByGlobalNorm(1.0, skip_above=0.5)
+
+
+class FourTimes(GradientsAsGiven):
+    """Its true gradients are four times what is given, which the scaled ones need not reach."""
+
+    def construct(self, grad):
+        return (self.w[0] * grad).sum() * 4.0
+
+
+@pytest.mark.parametrize("cell", [ClipByGlobalNorm, ClipByNorm, ClipByValue])
+def test_true_gradients_beyond_float32_are_an_overflow_though_the_scaled_ones_are_finite(mode, cell):
+    net = FourTimes([np.zeros(2, np.float32)])
+    step = TrainOneStepWithLossScaleCell(net, nn.SGD(list(net.w), 1.0), Tensor(0.25), clip_grad=cell(4.0))
+    flags = [bool(step(Tensor(np.float32([value, 0])))[1]) for value in (1.0, 3e38, 1.0)]
+    assert (flags, net.w[0].asnumpy().tolist()) == ([False, True, False], [-8.0, 0.0])
+
+
+@pytest.mark.parametrize("skip_above", [5.0, 4.99])
+def test_only_a_norm_above_skip_above_is_a_spike(mode, skip_above):
+    net = GradientsAsGiven([np.zeros(2, np.float32)])
+    clip = ClipByGlobalNorm(1.0, skip_above=skip_above)
+    step = TrainOneStepWithLossScaleCell(net, nn.SGD(list(net.w), 1.0), Tensor(8.0), clip_grad=clip, outputs="updated")
+    assert bool(step(Tensor(np.float32([3, 4])))) is (skip_above == 5.0)
+    assert (net.w[0].asnumpy() != 0).all() == (skip_above == 5.0)

@@ -116,9 +116,16 @@ def test_explicit_none_means_none():
     assert type(built(level="O2", loss_scale_manager=None)) is nn.TrainOneStepCell
 
 
-def test_returned_cell_trains():
-    assert built(loss_scale_manager=FixedLossScaleManager()).training
-    assert built().training
+@pytest.mark.parametrize("manager", [FixedLossScaleManager(8.0), None], ids=["scaled", "unscaled"])
+def test_the_returned_cell_is_set_to_train(mode, manager):
+    net = network().set_train(False)
+    train_cell = built(net, loss_scale_manager=manager)
+    assert train_cell.training and net.training
+    before = parameters(net)
+    train_cell(*batch())
+    after = parameters(net)
+    moved = {name for name in before if not same_bits(before[name], after[name])}
+    assert {"1.moving_mean", "1.moving_variance", "0.weight", "3.bias"} <= moved
 
 
 def test_without_a_loss_function_the_network_holds_it(mode):
