@@ -5,7 +5,7 @@ from cells.clip import ClipByGlobalNorm, ClipByNorm, ClipByValue
 from cells.custom_train_step import CustomTrainOneStepCell
 from cells.ema import EMA
 from cells.finite import all_finite
-from cells.fused import FusedAdamWeightDecay, FusedMomentum
+from cells.fused import FusedAdamWeightDecay, FusedMomentum, fuse
 from cells.scale_update import DynamicLossScaleUpdateCell, FixedLossScaleUpdateCell, LossScaleUpdateCell
 from cells.scalers import DynamicLossScaler, LossScaler, NoOpLossScaler, StaticLossScaler
 from cells.train_step import TrainOneStepWithLossScaleCell
@@ -28,4 +28,5 @@ __all__ = [
     "TrainOneStepWithLossScaleCell",
     "all_finite",
     "backend",
+    "fuse",
 ]

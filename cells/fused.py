@@ -8,21 +8,37 @@ hands it the gradients as they come from the backward pass, reduced over the dev
 and it answers with a bool scalar and a bool Tensor of shape (n,), which of the n gradients hold inf or nan once
 unscaled; on overflow it has changed nothing at all, `global_step` included. There is no branch in the graph. The
 train step compiles this call in PYNATIVE_MODE too, as MindSpore does with its optimizers.
+
+Where `takes_gradient_factor` is True as well, a step that accumulates, clips by the global norm, averages the weights
+or reports the norm looks at the gradients itself and calls::
+
+    optimizer.apply_scaled_gradients(gradients, loss_scale, factor, skip)
+
+The optimizer multiplies the gradients by `factor`, a scalar (unscaling, mean and clip in one), and looks for nothing;
+where `skip`, a bool scalar, is True, it changes nothing.
 """
 
+import copy
 import warnings
-from typing import Any
+from typing import Any, Optional
 
 import numpy as np
 from mindspore import Tensor, nn, ops
 from mindspore import dtype as mstype
+from mindspore.experimental import optim
 
 from cells.backends import backend
 from cells.native import flag_shapes, in_place_op
 
+# What the last option of a native op says about its first input, see `FusedMode` in native/ops.cc.
+_UNCHECKED, _CHECKED, _FACTOR = range(3)
 
-def _fused_op(name: str, tensors: int, states: int) -> ops.Custom:
-    """Return entry point `name` for so many tensors, each with a gradient to read and a weight and states to write."""
+
+def _fused_op(name: str, tensors: int, states: int, scalars: int) -> ops.Custom:
+    """Return entry point `name` for so many tensors, each with a gradient to read and a weight and states to write.
+
+    It writes so many scalars as well, and the count of steps.
+    """
 
     def out_shape(*inputs):
         return tuple(flag_shapes(tensors))
@@ -30,67 +46,116 @@ def _fused_op(name: str, tensors: int, states: int) -> ops.Custom:
     def out_dtype(*inputs):
         return (mstype.bool_, mstype.bool_)
 
-    return in_place_op(name, out_shape, out_dtype, read=4 + tensors, written=tensors * (1 + states))
+    written = tensors * (1 + states) + scalars + 1
+    return in_place_op(name, out_shape, out_dtype, read=6 + tensors, written=written)
 
 
-class _Fused(nn.Optimizer):
-    """What the fused optimizers share; a mix-in before the optimizer that is fused."""
+class _Fused:
+    """What the fused optimizers share; a mix-in before the optimizer that is fused.
 
-    def _fuse(self, op_name: str, states: list, options: list, unsupported: dict) -> None:
+    Each says what its op needs by the methods of this class that return nothing here.
+    """
+
+    takes_scaled_gradients = takes_gradient_factor = False
+    op_name: str
+
+    def _fuse(self: Any) -> None:
         """Prepare the native op, or warn once why the generic path stays."""
-        self.takes_scaled_gradients = False
-        reasons = [reason for reason, holds in unsupported.items() if holds]
-        reasons += _common_reasons(self)
-        if reasons:
-            _warn_once(self.cls_name, reasons[0])
+        reason = self._reason_against()
+        if reason:
+            _warn_once(type(self).__name__, reason)
             return
-        weights = list(self.parameters)
-        self.fused_op = _fused_op(op_name, len(weights), len(states))
-        self.fused_states = states
-        self.checked_options = Tensor([*options, 1], mstype.float32)
-        self.unchecked_options = Tensor([*options, 0], mstype.float32)
+        states, scalars = self._states(), self._scalars()
+        self.fused_op = _fused_op(self.op_name, len(self.parameters), len(states), len(scalars))
+        modes = [Tensor([*self._options(), mode], mstype.float32) for mode in (_UNCHECKED, _CHECKED, _FACTOR)]
+        self.unchecked_options, self.checked_options, self.factor_options = modes
         self.unit_scale = Tensor(1.0, mstype.float32)
-        decays = np.array(self.decay_flags, np.float32)
-        if self.is_group:
-            decays *= np.array([float(decay.asnumpy()) for decay in self.weight_decay], np.float32)
-        elif not self.dynamic_weight_decay:
-            decays *= np.float32(self.weight_decay.asnumpy())
-        self.decays = Tensor(decays)
-        self.lr_indices = Tensor([0], mstype.int32)
-        if self.is_group_lr:
-            distinct = {id(lr): lr for lr in self.group_lr}
-            order = list(distinct)
-            self.lr_indices = Tensor([order.index(id(lr)) for lr in self.group_lr], mstype.int32)
-            self.lr_firsts = tuple([id(lr) for lr in self.group_lr].index(key) for key in order)
-        self.takes_scaled_gradients = True
+        self.never = Tensor(False, mstype.bool_)
+        self._prepare_rates()
+        self.takes_scaled_gradients = self.takes_gradient_factor = True
 
-    def apply_scaled_gradients(self, gradients: tuple, loss_scale: Tensor) -> tuple:
+    def apply_scaled_gradients(
+        self: Any,
+        gradients: tuple,
+        loss_scale: Tensor,
+        factor: Optional[Tensor] = None,
+        skip: Optional[Tensor] = None,
+    ) -> tuple:
         """Unscale, look for overflow and update if there is none, all in place.
 
         Args:
             gradients: the gradients of loss_scale * loss, in the order of `parameters`; float16, bfloat16, float32 or
                 float64.
             loss_scale: float32 scalar.
+            factor: float32 or float64 scalar. Gradients are multiplied by it, in place of 1 / loss_scale, and nobody
+                looks for overflow. Default: None.
+            skip: with `factor`, a bool scalar: whether to change nothing. Default: None.
 
         Returns:
-            Bool scalar `overflow`, and a bool Tensor of shape (n,): which gradients are non-finite.
+            Bool scalar `overflow`, and a bool Tensor of shape (n,): which gradients are non-finite. With `factor`,
+            `skip` and False.
         """
-        return self._apply(gradients, loss_scale, self.checked_options)
+        if factor is None:
+            return self._apply(gradients, loss_scale, self.never, self.checked_options)
+        return self._apply(gradients, factor, self.never if skip is None else skip, self.factor_options)
 
-    def apply_gradients(self, gradients: tuple) -> Tensor:
+    def apply_gradients(self: Any, gradients: tuple) -> Tensor:
         """Update with gradients that are not scaled, whatever they hold, as `construct` does; return a bool scalar."""
-        overflow, _ = self._apply(gradients, self.unit_scale, self.unchecked_options)
+        overflow, _ = self._apply(gradients, self.unit_scale, self.never, self.unchecked_options)
         return overflow
 
-    def _apply(self, gradients: tuple, scale: Tensor, options: Tensor) -> tuple:
-        lr = self._fused_lr()
-        decays = self._fused_decays()
-        outputs = self.fused_op(scale, lr, decays, options, *gradients, *self.parameters, *self._fused_state())
-        overflow = outputs[0].reshape(())
-        self.assignadd(self.global_step, ops.logical_not(outputs[0]).astype(mstype.int32))
-        return overflow, outputs[1]
+    def _apply(self: Any, gradients: tuple, factor: Tensor, skip: Tensor, options: Tensor) -> tuple:
+        fixed = (factor, skip, self._rates(), self._decays(), self._number(), options)
+        states: tuple = ()
+        for state in self._states():
+            states = (*states, *state)
+        outputs = self.fused_op(*fixed, *gradients, *self.parameters, *states, *self._scalars(), self._steps())
+        return outputs[0].reshape(()), outputs[1]
 
-    def _fused_lr(self) -> Tensor:
+    def _number(self: Any) -> Tensor:
+        """Return the float32 scalar that the op reads in each step, where it needs one."""
+        return self.unit_scale
+
+    def _scalars(self) -> tuple:
+        """Return the scalar Parameters that the op writes."""
+        return ()
+
+
+class _FusedStock(_Fused):
+    """A mix-in for the optimizers of `mindspore.nn`."""
+
+    def _reason_against(self: Any) -> Optional[str]:
+        """Return why the native op can't stand for this optimizer, if anything."""
+        centralized = self.is_group and any(self.grad_centralization_flags)
+        checks = {
+            **self._unsupported(),
+            **_common_checks(self),
+            "the optimizer has a loss_scale of its own": self.loss_scale != 1.0,
+            "gradients are centralized": centralized,
+            "a group has a weight-decay schedule": self.is_group and any(self.dynamic_decay_flags),
+            "the optimizer is spread over devices": self.use_parallel,
+        }
+        return next((reason for reason, holds in checks.items() if holds), None)
+
+    def _unsupported(self) -> dict:
+        """Return what else this optimizer's op does not cover: reasons, and whether each holds."""
+        return {}
+
+    def _prepare_rates(self: Any) -> None:
+        decays = np.array(self.decay_flags, np.float32)
+        if self.is_group:
+            decays *= np.array([float(decay.asnumpy()) for decay in self.weight_decay], np.float32)
+        elif not self.dynamic_weight_decay:
+            decays *= np.float32(self.weight_decay.asnumpy())
+        self.fused_decays = Tensor(decays)
+        self.lr_indices = Tensor([0], mstype.int32)
+        if self.is_group_lr:
+            distinct = {id(lr): lr for lr in self.group_lr}
+            order = list(distinct)
+            self.lr_indices = Tensor([order.index(id(lr)) for lr in self.group_lr], mstype.int32)
+            self.lr_firsts = tuple([id(lr) for lr in self.group_lr].index(key) for key in order)
+
+    def _rates(self: Any) -> Tensor:
         """Return the learning rates of this step, shape (1,) or (n,)."""
         if not self.is_group_lr:
             return self.get_lr().reshape((1,))
@@ -102,24 +167,23 @@ class _Fused(nn.Optimizer):
             rates += (rate.reshape((1,)),)
         return ops.gather(ops.cat(rates), self.lr_indices, 0)
 
-    def _fused_decays(self) -> Tensor:
+    def _decays(self: Any) -> Tensor:
         """Return the weight decay of each parameter in this step, shape (n,)."""
         if self.dynamic_weight_decay:
-            return self.decays * self.weight_decay(self.global_step)
-        return self.decays
+            return self.fused_decays * self.weight_decay(self.global_step)
+        return self.fused_decays
+
+    def _steps(self: Any) -> Tensor:
+        """Return the count of steps."""
+        return self.global_step
 
 
-def _common_reasons(optimizer: nn.Optimizer) -> list:
-    """Return why the native op can't stand for `optimizer`, if anything."""
-    checks = {
+def _common_checks(optimizer: Any) -> dict:
+    """Return what stands against the native op whatever the optimizer: reasons, and whether each holds."""
+    return {
         "the native kernel does not run here": backend() != "native",
         "a parameter is not float32": any(p.dtype != mstype.float32 for p in optimizer.parameters),
-        "the optimizer has a loss_scale of its own": optimizer.loss_scale != 1.0,
-        "gradients are centralized": optimizer.is_group and any(optimizer.grad_centralization_flags),
-        "a group has a weight-decay schedule": optimizer.is_group and any(optimizer.dynamic_decay_flags),
-        "the optimizer is spread over devices": optimizer.use_parallel,
     }
-    return [reason for reason, holds in checks.items() if holds]
 
 
 _warned: set = set()
@@ -131,7 +195,7 @@ def _warn_once(owner: str, reason: str) -> None:
         warnings.warn(f"{owner} runs like MindSpore's own optimizer, not fused: {reason}.", stacklevel=5)
 
 
-class FusedMomentum(_Fused, nn.Momentum):
+class FusedMomentum(_FusedStock, nn.Momentum):
     """`nn.Momentum` that under `TrainOneStepWithLossScaleCell` does the whole update in one native op on CPU.
 
     ::
@@ -140,12 +204,13 @@ class FusedMomentum(_Fused, nn.Momentum):
         if not overflow:
             gradient = gradient / loss_scale + weight_decay * weight
             moment   = moment * momentum + gradient
-            weight   = weight - moment * learning_rate
+            change   = moment * momentum + gradient if use_nesterov else moment
+            weight   = weight - change * learning_rate
 
     Arguments, Parameters, their names, schedules, groups and checkpoints are those of `nn.Momentum`, and so are
     the results, to the bit: a run may switch between the two. Where the native kernel is missing, or for what it
-    does not cover (Parameters that are not float32, `use_nesterov`, `loss_scale`, centralized gradients, weight
-    decay schedules of groups), it *is* `nn.Momentum`, with one warning.
+    does not cover (Parameters that are not float32, `loss_scale`, centralized gradients, weight-decay schedules of
+    groups), it *is* `nn.Momentum`, with one warning.
 
     Experimental: the op writes Parameters through its inputs, declared as MindSpore's own optimizer ops are.
 
@@ -175,6 +240,8 @@ class FusedMomentum(_Fused, nn.Momentum):
         False 4096.0
     """
 
+    op_name = "momentum"
+
     def __init__(
         self,
         params: Any,
@@ -185,13 +252,19 @@ class FusedMomentum(_Fused, nn.Momentum):
         use_nesterov: bool = False,
     ):
         super().__init__(params, learning_rate, momentum, weight_decay, loss_scale, use_nesterov)
-        self._fuse("momentum", [self.moments], [momentum], {"use_nesterov is not covered": use_nesterov})
+        self._fuse()
 
-    def _fused_state(self) -> tuple:
-        return self.moments
+    def _options(self) -> list:
+        return [self.use_nesterov]
+
+    def _number(self) -> Tensor:
+        return self.momentum
+
+    def _states(self) -> tuple:
+        return (self.moments,)
 
 
-class FusedAdamWeightDecay(_Fused, nn.AdamWeightDecay):
+class FusedAdamWeightDecay(_FusedStock, nn.AdamWeightDecay):
     """`nn.AdamWeightDecay` that under `TrainOneStepWithLossScaleCell` does the whole update in one native op on CPU.
 
     ::
@@ -232,6 +305,8 @@ class FusedAdamWeightDecay(_Fused, nn.AdamWeightDecay):
         True
     """
 
+    op_name = "adam_weight_decay"
+
     def __init__(
         self,
         params: Any,
@@ -242,7 +317,67 @@ class FusedAdamWeightDecay(_Fused, nn.AdamWeightDecay):
         weight_decay: Any = 0.0,
     ):
         super().__init__(params, learning_rate, beta1, beta2, eps, weight_decay)
-        self._fuse("adam_weight_decay", [self.moments1, self.moments2], [beta1, beta2, eps], {})
+        self._fuse()
 
-    def _fused_state(self) -> tuple:
-        return (*self.moments1, *self.moments2)
+    def _options(self) -> list:
+        return [float(value.asnumpy()[0]) for value in (self.beta1, self.beta2, self.eps)]
+
+    def _states(self) -> tuple:
+        return (self.moments1, self.moments2)
+
+
+_TWINS = {nn.Momentum: FusedMomentum, nn.AdamWeightDecay: FusedAdamWeightDecay}
+
+
+def fuse(optimizer: Any) -> Any:
+    """Return the fused twin of one of MindSpore's optimizers.
+
+    The twin shares the optimizer's Parameters, states, groups and schedules, and their names: either can go on where
+    the other stopped, and checkpoints fit both. Where there is none, it returns the optimizer itself, with one
+    warning that says why.
+
+    Args:
+        optimizer: any optimizer. `nn.Momentum` and `nn.AdamWeightDecay` have twins.
+
+    Returns:
+        The twin, or `optimizer` itself.
+
+    Raises:
+        TypeError: if `optimizer` is not an optimizer of `mindspore.nn` or `mindspore.experimental.optim`.
+
+    Supported Platforms:
+        ``Ascend`` ``GPU`` ``CPU``
+
+    Examples:
+        >>> import lossscale
+        >>> from mindspore import nn
+        >>> net = nn.Dense(4, 1)
+        >>> optimizer = nn.Momentum(net.trainable_params(), learning_rate=0.1, momentum=0.9)
+        >>> fused = lossscale.fuse(optimizer)
+        >>> fused.moments[0] is optimizer.moments[0]
+        True
+    """
+    if not isinstance(optimizer, (nn.Optimizer, optim.Optimizer)):
+        raise TypeError(
+            f"For 'fuse', 'optimizer' must be an optimizer of mindspore.nn or mindspore.experimental.optim, but got "
+            f"{type(optimizer).__name__}. Write lossscale.fuse(nn.Momentum(net.trainable_params(), 0.1, 0.9))."
+        )
+    if isinstance(optimizer, _Fused) or getattr(optimizer, "takes_scaled_gradients", False):
+        return optimizer
+    twin_class = _TWINS.get(type(optimizer))
+    if twin_class is None:
+        _warn_once(type(optimizer).__name__, f"only {', '.join(kind.__name__ for kind in _TWINS)} have a fused twin")
+        return optimizer
+    twin = _same_parameters(optimizer, twin_class)
+    twin._fuse()
+    return twin if twin.takes_scaled_gradients else optimizer
+
+
+def _same_parameters(optimizer: nn.Cell, kind: type) -> Any:
+    """Return a cell of another class with the attributes of `optimizer`, the Parameters themselves among them."""
+    twin = kind.__new__(kind)
+    base, attributes = optimizer.__getstate__()
+    # The books that a cell keeps of its Parameters and compiled graphs are its own.
+    own = {name: copy.copy(value) if isinstance(value, (dict, set)) else value for name, value in attributes.items()}
+    twin.__setstate__((base, own))
+    return twin

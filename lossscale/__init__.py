@@ -26,6 +26,7 @@ from cells import (
     TrainOneStepWithLossScaleCell,
     all_finite,
     backend,
+    fuse,
 )
 from lossscale.checkpoint import load_train_state, save_train_state
 from lossscale.convolutions import FastConvolutions, fast_convolutions
@@ -70,6 +71,7 @@ __all__ = [
     "fast_convolutions",
     "find_loss_scale",
     "find_nonfinite",
+    "fuse",
     "load_train_state",
     "plot_history",
     "read_history",

@@ -1,4 +1,4 @@
-// The arithmetic of unscaling, checking and fused optimizers over many tensors, free of MindSpore.
+// The arithmetic of unscaling and checking over many tensors, free of MindSpore.
 #ifndef LOSSSCALE_CELLS_NATIVE_KERNELS_H_
 #define LOSSSCALE_CELLS_NATIVE_KERNELS_H_
 
@@ -37,35 +37,6 @@ class ExactSubnormals {
 // The factor is rounded to float32 for all but float64.
 void MultiplyAndCheck(double factor, const std::vector<Input> &inputs, void *const *outputs, bool *flags,
                       double *sums_of_squares);
-
-// One tensor of an optimizer: float32 weight and state, all of gradient.size values.
-struct MomentumTensor {
-  Input gradient;
-  float *weight;
-  float *moment;
-  float learning_rate;
-  float weight_decay;
-};
-
-struct AdamTensor {
-  Input gradient;
-  float *weight;
-  float *moment1;
-  float *moment2;
-  float learning_rate;
-  float weight_decay;
-};
-
-struct AdamConstants {
-  float beta1;
-  float beta2;
-  float epsilon;
-};
-
-// Gradients are multiplied by the factor exactly, then rounded to float32; the update itself is done in the calling
-// thread's floating-point mode, like the host's own optimizers.
-void ApplyMomentum(double factor, float momentum, const std::vector<MomentumTensor> &tensors);
-void ApplyAdamWeightDecay(double factor, const AdamConstants &constants, const std::vector<AdamTensor> &tensors);
 
 }  // namespace lossscale
 

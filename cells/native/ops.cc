@@ -1,11 +1,13 @@
 // MindSpore's entry points (ops.Custom, func_type="aot"). Each returns 0, or another number for a bad call.
 #include <algorithm>
+#include <cmath>
 #include <cstring>
 #include <iterator>
 #include <numeric>
 #include <vector>
 
 #include "kernels.h"
+#include "optimizers.h"
 
 namespace {
 
@@ -133,37 +135,73 @@ float Each(const Arguments &arguments, int i, int tensor) {
   return values[arguments.Size(i) == 1 ? 0 : tensor];
 }
 
-// The first inputs of a fused optimizer: scale, learning rates, weight decays, options (the last one says whether to
-// look for overflow), then n gradients, n weights and n of each state.
-struct FusedStep {
-  static constexpr int kFixed = 4;
-  int n;
-  double factor;
-  const float *options;
-  std::vector<Input> gradients;
-  bool overflow;
+// What the first input of a fused optimizer is, and who decides whether to step: the last of its options.
+enum class FusedMode { kScaleUnchecked, kScaleChecked, kFactor };
 
-  // Reads them for an optimizer of so many states and options, and writes the flags, which are the last two outputs.
-  int Begin(const Arguments &arguments, int states) {
-    n = (arguments.count - kFixed - 2) / (2 + states);
-    if (n < 1 || kFixed + (2 + states) * n + 2 != arguments.count) {
+// The first inputs of a fused optimizer: scale or factor, whether to skip (read with a factor alone), learning rates,
+// weight decays, a number, options. Then n gradients, n weights, n of each state, so many float32 scalars, all written
+// in place, and the int32 count of steps, which grows by 1 with each update.
+struct FusedStep {
+  static constexpr int kFixed = 6;
+  Arguments arguments;
+  int states;
+  int scalars;
+  int n = 0;
+  double factor = 1;
+  float number = 0;
+  const float *options = nullptr;
+  std::vector<Input> gradients;
+  bool skip = false;
+
+  // Reads them and writes the flags, which are the last two outputs. Where nothing is skipped, counts the step.
+  int Begin() {
+    const int others = kFixed + scalars + 1 + 2;
+    n = (arguments.count - others) / (2 + states);
+    if (n < 1 || others + (2 + states) * n != arguments.count) {
       return kBadCount;
     }
-    double scale = 1;
-    if (!arguments.GetScalar(0, &scale) || !arguments.Get(kFixed, n, &gradients)) {
+    double read = 0;
+    if (!arguments.GetScalar(0, &factor) || !arguments.GetScalar(4, &read) || !arguments.Get(kFixed, n, &gradients)) {
       return kBadDtype;
     }
-    factor = 1 / scale;
-    options = static_cast<const float *>(arguments.data[3]);
+    number = static_cast<float>(read);
+    options = static_cast<const float *>(arguments.data[5]);
+    const auto mode = static_cast<FusedMode>(static_cast<int>(options[arguments.Size(5) - 1]));
     auto *any = static_cast<bool *>(arguments.data[arguments.count - 2]);
     auto *flags = static_cast<bool *>(arguments.data[arguments.count - 1]);
-    if (options[arguments.Size(3) - 1] != 0) {
-      lossscale::MultiplyAndCheck(factor, gradients, nullptr, flags, nullptr);
+    std::fill(flags, flags + n, false);
+    if (mode == FusedMode::kFactor) {
+      skip = *static_cast<const bool *>(arguments.data[1]);
     } else {
-      std::fill(flags, flags + n, false);
+      factor = 1 / factor;
+      if (mode == FusedMode::kScaleChecked) {
+        lossscale::MultiplyAndCheck(factor, gradients, nullptr, flags, nullptr);
+      }
+      skip = Any(flags, n);
     }
-    overflow = *any = Any(flags, n);
+    *any = skip;
+    if (!skip) {
+      ++*Steps();
+    }
     return kDone;
+  }
+
+  int32_t *Steps() const { return static_cast<int32_t *>(arguments.data[arguments.count - 3]); }
+  float *Scalar(int i) const { return static_cast<float *>(arguments.data[kFixed + (2 + states) * n + i]); }
+  // The weight (0) or a state (from 1 on) of one tensor.
+  float *Written(int which, int tensor) const {
+    return static_cast<float *>(arguments.data[kFixed + (1 + which) * n + tensor]);
+  }
+  float Rate(int tensor) const { return Each(arguments, 2, tensor); }
+  float Decay(int tensor) const { return Each(arguments, 3, tensor); }
+  const Input &Gradient(int tensor) const { return gradients[static_cast<size_t>(tensor)]; }
+
+  std::vector<lossscale::AdamTensor> AdamTensors() const {
+    std::vector<lossscale::AdamTensor> tensors;
+    for (int i = 0; i < n; ++i) {
+      tensors.push_back({Gradient(i), Written(0, i), Written(1, i), Written(2, i), Rate(i), Decay(i)});
+    }
+    return tensors;
   }
 };
 
@@ -182,38 +220,84 @@ LOSSSCALE_OP(lossscale_look_norm) { return Multiply({count, data, ndims, shapes,
 LOSSSCALE_OP(lossscale_check) { return Multiply({count, data, ndims, shapes, dtypes}, false, false, false, false); }
 LOSSSCALE_OP(lossscale_check_norm) { return Multiply({count, data, ndims, shapes, dtypes}, false, false, true, false); }
 
-// Options: momentum, checks. One state, the moments. Weights and moments are written in place.
+// Number: the momentum. Options: nesterov, mode. State: the moments.
 LOSSSCALE_OP(lossscale_momentum) {
-  const Arguments arguments{count, data, ndims, shapes, dtypes};
-  FusedStep step;
-  const int bad = step.Begin(arguments, 1);
-  if (bad != kDone || step.overflow) {
+  FusedStep step{{count, data, ndims, shapes, dtypes}, 1, 0};
+  const int bad = step.Begin();
+  if (bad != kDone || step.skip) {
     return bad;
   }
   std::vector<lossscale::MomentumTensor> tensors;
   for (int i = 0; i < step.n; ++i) {
-    const auto written = [&](int k) { return static_cast<float *>(data[FusedStep::kFixed + k * step.n + i]); };
-    tensors.push_back({step.gradients[static_cast<size_t>(i)], written(1), written(2), Each(arguments, 1, i),
-                       Each(arguments, 2, i)});
+    tensors.push_back({step.Gradient(i), step.Written(0, i), step.Written(1, i), step.Rate(i), step.Decay(i)});
   }
-  lossscale::ApplyMomentum(step.factor, step.options[0], tensors);
+  lossscale::ApplyMomentum(step.factor, step.number, step.options[0] != 0, tensors);
   return kDone;
 }
 
-// Options: beta1, beta2, epsilon, checks. Two states, the moments. Weights and moments are written in place.
-LOSSSCALE_OP(lossscale_adam_weight_decay) {
-  const Arguments arguments{count, data, ndims, shapes, dtypes};
-  FusedStep step;
-  const int bad = step.Begin(arguments, 2);
-  if (bad != kDone || step.overflow) {
+// Number: the momentum. Options: dampening, nesterov, mode. States: accumulations, and where they have to begin.
+LOSSSCALE_OP(lossscale_sgd) {
+  FusedStep step{{count, data, ndims, shapes, dtypes}, 2, 0};
+  const int bad = step.Begin();
+  if (bad != kDone || step.skip) {
     return bad;
   }
-  std::vector<lossscale::AdamTensor> tensors;
+  std::vector<lossscale::SgdTensor> tensors;
   for (int i = 0; i < step.n; ++i) {
-    const auto written = [&](int k) { return static_cast<float *>(data[FusedStep::kFixed + k * step.n + i]); };
-    tensors.push_back({step.gradients[static_cast<size_t>(i)], written(1), written(2), written(3),
-                       Each(arguments, 1, i), Each(arguments, 2, i)});
+    tensors.push_back({step.Gradient(i), step.Written(0, i), step.Written(1, i), step.Written(2, i), step.Rate(i),
+                       step.Decay(i)});
   }
-  lossscale::ApplyAdamWeightDecay(step.factor, {step.options[0], step.options[1], step.options[2]}, tensors);
+  lossscale::ApplySgd(step.factor, {step.number, step.options[0], step.options[1] != 0}, tensors);
+  return kDone;
+}
+
+// Options: beta1, beta2, epsilon, nesterov, mode. States: the two moments. Scalars: beta1^steps and beta2^steps.
+LOSSSCALE_OP(lossscale_adam) {
+  FusedStep step{{count, data, ndims, shapes, dtypes}, 2, 2};
+  const int bad = step.Begin();
+  if (bad != kDone || step.skip) {
+    return bad;
+  }
+  const float beta1 = step.options[0];
+  const float beta2 = step.options[1];
+  const float power1 = *step.Scalar(0) *= beta1;
+  const float power2 = *step.Scalar(1) *= beta2;
+  std::vector<lossscale::AdamTensor> tensors = step.AdamTensors();
+  for (lossscale::AdamTensor &tensor : tensors) {
+    tensor.learning_rate = tensor.learning_rate * std::sqrt(1 - power2) / (1 - power1);
+  }
+  lossscale::ApplyAdam(step.factor, {beta1, beta2, 1 - beta1, 1 - beta2, step.options[2], step.options[3] != 0, 1, 1},
+                       tensors);
+  return kDone;
+}
+
+// Options: beta1, beta2, epsilon, mode. States: the two moments.
+LOSSSCALE_OP(lossscale_adam_weight_decay) {
+  FusedStep step{{count, data, ndims, shapes, dtypes}, 2, 0};
+  const int bad = step.Begin();
+  if (bad != kDone || step.skip) {
+    return bad;
+  }
+  const float beta1 = step.options[0];
+  const float beta2 = step.options[1];
+  lossscale::ApplyAdamWeightDecay(step.factor, {beta1, beta2, 1 - beta1, 1 - beta2, step.options[2], false, 1, 1},
+                                  step.AdamTensors());
+  return kDone;
+}
+
+// Options: beta1, beta2, 1 - beta1, 1 - beta2 (in float64, then rounded), epsilon, mode. States: the two moments.
+LOSSSCALE_OP(lossscale_adamw) {
+  FusedStep step{{count, data, ndims, shapes, dtypes}, 2, 0};
+  const int bad = step.Begin();
+  if (bad != kDone || step.skip) {
+    return bad;
+  }
+  const float *options = step.options;
+  const auto steps = static_cast<float>(*step.Steps());
+  const float correction1 = 1 - std::pow(options[0], steps);
+  const float correction2 = 1 - std::pow(options[1], steps);
+  lossscale::ApplyAdamW(step.factor, {options[0], options[1], options[2], options[3], options[4], false, correction1,
+                                      std::sqrt(correction2)},
+                        step.AdamTensors());
   return kDone;
 }

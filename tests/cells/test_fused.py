@@ -271,14 +271,12 @@ class _Mixed(nn.Cell):
 
 def test_what_is_not_covered_runs_as_stock_with_one_warning(monkeypatch):
     monkeypatch.setattr(cells.fused, "_warned", set())
-    with pytest.warns(UserWarning, match=r"FusedMomentum runs like MindSpore's own optimizer.*use_nesterov") as seen:
+    with pytest.warns(UserWarning, match=r"FusedMomentum runs like MindSpore's own optimizer.*loss_scale") as seen:
         for _ in range(2):
-            optimizer = lossscale.FusedMomentum(nn.Dense(2, 2).trainable_params(), 0.1, 0.9, use_nesterov=True)
+            optimizer = lossscale.FusedMomentum(nn.Dense(2, 2).trainable_params(), 0.1, 0.9, loss_scale=2.0)
     assert len(seen) == 1 and not optimizer.takes_scaled_gradients
     with pytest.warns(UserWarning, match="not float32"):
         lossscale.FusedAdamWeightDecay(_Mixed().trainable_params())
-    with pytest.warns(UserWarning, match="loss_scale of its own"):
-        lossscale.FusedMomentum(nn.Dense(2, 2).trainable_params(), 0.1, 0.9, loss_scale=2.0)
     monkeypatch.setenv("LOSSSCALE_BACKEND", "plain")
     with pytest.warns(UserWarning, match="native kernel does not run here"):
         step, optimizer = build(CONFIGURATIONS["momentum"][1], lossscale.FusedMomentum)

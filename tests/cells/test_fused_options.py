@@ -34,6 +34,7 @@ def take(step, first, second=1.0):
 @pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS.keys())
 def test_every_option_is_obeyed(mode, options):
     steps = [given(make, DynamicLossScaleUpdateCell(8.0, 2, 2), **options()) for make in (nn.Momentum, FusedMomentum)]
+    assert steps[1]._stage_fusion in ("scale", "factor")
     before = steps[0].weights[0].asnumpy().copy()
     for grad in ((3, 4), (1, 2), (30, 40), (3, 4), (np.inf, 1), (3, 4), (3, 4)):
         stock, fused = ([value.asnumpy() for value in take(step, grad)] for step in steps)
