@@ -5,7 +5,7 @@ from cells.clip import ClipByGlobalNorm, ClipByNorm, ClipByValue
 from cells.custom_train_step import CustomTrainOneStepCell
 from cells.ema import EMA
 from cells.finite import all_finite
-from cells.fused import FusedAdamWeightDecay, FusedMomentum, fuse
+from cells.fused import FusedAdam, FusedAdamW, FusedAdamWeightDecay, FusedMomentum, FusedSGD, fuse
 from cells.scale_update import DynamicLossScaleUpdateCell, FixedLossScaleUpdateCell, LossScaleUpdateCell
 from cells.scalers import DynamicLossScaler, LossScaler, NoOpLossScaler, StaticLossScaler
 from cells.train_step import TrainOneStepWithLossScaleCell
@@ -19,8 +19,11 @@ __all__ = [
     "DynamicLossScaleUpdateCell",
     "DynamicLossScaler",
     "FixedLossScaleUpdateCell",
+    "FusedAdam",
+    "FusedAdamW",
     "FusedAdamWeightDecay",
     "FusedMomentum",
+    "FusedSGD",
     "LossScaleUpdateCell",
     "LossScaler",
     "NoOpLossScaler",

@@ -63,7 +63,7 @@ class _Fused:
         """Prepare the native op, or warn once why the generic path stays."""
         reason = self._reason_against()
         if reason:
-            _warn_once(type(self).__name__, reason)
+            _warn_not_fused(self, reason)
             return
         states, scalars = self._states(), self._scalars()
         self.fused_op = _fused_op(self.op_name, len(self.parameters), len(states), len(scalars))
@@ -189,10 +189,14 @@ def _common_checks(optimizer: Any) -> dict:
 _warned: set = set()
 
 
-def _warn_once(owner: str, reason: str) -> None:
-    if (owner, reason) not in _warned:
-        _warned.add((owner, reason))
-        warnings.warn(f"{owner} runs like MindSpore's own optimizer, not fused: {reason}.", stacklevel=5)
+def _warn_once(message: str, level: int) -> None:
+    if message not in _warned:
+        _warned.add(message)
+        warnings.warn(message, stacklevel=level)
+
+
+def _warn_not_fused(optimizer: Any, reason: str) -> None:
+    _warn_once(f"{type(optimizer).__name__} runs like MindSpore's own optimizer, not fused: {reason}.", 5)
 
 
 class FusedMomentum(_FusedStock, nn.Momentum):
@@ -204,13 +208,13 @@ class FusedMomentum(_FusedStock, nn.Momentum):
         if not overflow:
             gradient = gradient / loss_scale + weight_decay * weight
             moment   = moment * momentum + gradient
-            change   = moment * momentum + gradient if use_nesterov else moment
-            weight   = weight - change * learning_rate
+            weight   = weight - moment * learning_rate
 
     Arguments, Parameters, their names, schedules, groups and checkpoints are those of `nn.Momentum`, and so are
     the results, to the bit: a run may switch between the two. Where the native kernel is missing, or for what it
     does not cover (Parameters that are not float32, `loss_scale`, centralized gradients, weight-decay schedules of
-    groups), it *is* `nn.Momentum`, with one warning.
+    groups), it *is* `nn.Momentum`, with one warning. On CPU `nn.Momentum` ignores `use_nesterov`, and so does this
+    one, with a warning; `FusedSGD` heeds `nesterov`.
 
     Experimental: the op writes Parameters through its inputs, declared as MindSpore's own optimizer ops are.
 
@@ -254,8 +258,17 @@ class FusedMomentum(_FusedStock, nn.Momentum):
         super().__init__(params, learning_rate, momentum, weight_decay, loss_scale, use_nesterov)
         self._fuse()
 
+    def _fuse(self) -> None:
+        super()._fuse()
+        if self.takes_scaled_gradients and self.use_nesterov:
+            _warn_once(
+                "On CPU MindSpore's nn.Momentum ignores use_nesterov, and FusedMomentum trains like it. Write "
+                "nn.SGD(..., nesterov=True) or lossscale.FusedSGD for Nesterov's momentum.",
+                4,
+            )
+
     def _options(self) -> list:
-        return [self.use_nesterov]
+        return []
 
     def _number(self) -> Tensor:
         return self.momentum
@@ -326,7 +339,251 @@ class FusedAdamWeightDecay(_FusedStock, nn.AdamWeightDecay):
         return (self.moments1, self.moments2)
 
 
-_TWINS = {nn.Momentum: FusedMomentum, nn.AdamWeightDecay: FusedAdamWeightDecay}
+class FusedSGD(_FusedStock, nn.SGD):
+    """`nn.SGD` that under `TrainOneStepWithLossScaleCell` does the whole update in one native op on CPU.
+
+    ::
+
+        overflow = any value of gradients / loss_scale is inf or nan
+        if not overflow:
+            gradient = gradient / loss_scale + weight_decay * weight
+            if momentum > 0:
+                accum    = gradient if it is the first one else accum * momentum + gradient * (1 - dampening)
+                gradient = gradient + accum * momentum if nesterov else accum
+            weight   = weight - gradient * learning_rate
+
+    Arguments, Parameters, their names, schedules, groups and checkpoints are those of `nn.SGD`, and so are the
+    results, to the bit. For what the native kernel does not cover see `FusedMomentum`.
+
+    Experimental: the op writes Parameters through its inputs, declared as MindSpore's own optimizer ops are.
+
+    Args:
+        params, learning_rate, momentum, dampening, weight_decay, nesterov, loss_scale: see `mindspore.nn.SGD`.
+
+    Inputs:
+        - **gradients** (tuple[Tensor]) - the gradients of `params`. Called like this it runs MindSpore's own ops.
+
+    Outputs:
+        tuple[bool], all True.
+
+    Supported Platforms:
+        ``Ascend`` ``GPU`` ``CPU``
+
+    Examples:
+        >>> from lossscale import FusedSGD
+        >>> from mindspore import nn
+        >>> net = nn.Dense(4, 1)
+        >>> optimizer = FusedSGD(net.trainable_params(), learning_rate=0.1, momentum=0.9, nesterov=True)
+        >>> isinstance(optimizer, nn.SGD)
+        True
+    """
+
+    op_name = "sgd"
+
+    def __init__(
+        self,
+        params: Any,
+        learning_rate: Any = 0.1,
+        momentum: float = 0.0,
+        dampening: float = 0.0,
+        weight_decay: float = 0.0,
+        nesterov: bool = False,
+        loss_scale: float = 1.0,
+    ):
+        super().__init__(params, learning_rate, momentum, dampening, weight_decay, nesterov, loss_scale)
+        self._fuse()
+
+    def _options(self) -> list:
+        return [self.dampening, self.nesterov]
+
+    def _number(self) -> Tensor:
+        return self.momentum
+
+    def _states(self) -> tuple:
+        return (self.accum, self.stat)
+
+
+class FusedAdam(_FusedStock, nn.Adam):
+    """`nn.Adam` that under `TrainOneStepWithLossScaleCell` does the whole update in one native op on CPU.
+
+    ::
+
+        overflow = any value of gradients / loss_scale is inf or nan
+        if not overflow:
+            gradient  = gradient / loss_scale + weight_decay * weight
+            m         = m + (gradient - m) * (1 - beta1)
+            v         = v + (gradient**2 - v) * (1 - beta2)
+            direction = m * beta1 + gradient * (1 - beta1) if use_nesterov else m
+            rate      = learning_rate * sqrt(1 - beta2**step) / (1 - beta1**step)
+            weight    = weight - rate * direction / (sqrt(v) + eps)
+
+    Arguments, Parameters, their names, schedules, groups and checkpoints are those of `nn.Adam`: a run may switch
+    between the two. Results differ in the last bits at most. Not covered, beside what `FusedMomentum` names, are
+    `use_amsgrad`, `use_lazy` and `use_offload`.
+
+    Experimental: the op writes Parameters through its inputs, declared as MindSpore's own optimizer ops are.
+
+    Args:
+        params, learning_rate, beta1, beta2, eps, use_locking, use_nesterov, weight_decay, loss_scale, use_amsgrad,
+            kwargs: see `mindspore.nn.Adam`.
+
+    Inputs:
+        - **gradients** (tuple[Tensor]) - the gradients of `params`. Called like this it runs MindSpore's own ops.
+
+    Outputs:
+        tuple[bool], all True.
+
+    Supported Platforms:
+        ``Ascend`` ``GPU`` ``CPU``
+
+    Examples:
+        >>> from lossscale import FusedAdam
+        >>> from mindspore import nn
+        >>> net = nn.Dense(4, 1)
+        >>> optimizer = FusedAdam(net.trainable_params(), learning_rate=1e-3)
+        >>> isinstance(optimizer, nn.Adam)
+        True
+    """
+
+    op_name = "adam"
+
+    def __init__(
+        self,
+        params: Any,
+        learning_rate: Any = 1e-3,
+        beta1: float = 0.9,
+        beta2: float = 0.999,
+        eps: float = 1e-8,
+        use_locking: bool = False,
+        use_nesterov: bool = False,
+        weight_decay: Any = 0.0,
+        loss_scale: float = 1.0,
+        use_amsgrad: bool = False,
+        **kwargs: bool,
+    ):
+        betas = (beta1, beta2, eps)
+        super().__init__(
+            params, learning_rate, *betas, use_locking, use_nesterov, weight_decay, loss_scale, use_amsgrad, **kwargs
+        )
+        self._fuse()
+
+    def _unsupported(self) -> dict:
+        return {f"{name} is not covered": getattr(self, name) for name in ("use_amsgrad", "use_lazy", "use_offload")}
+
+    def _options(self) -> list:
+        return [*(float(value.asnumpy()) for value in (self.beta1, self.beta2, self.eps)), self.use_nesterov]
+
+    def _states(self) -> tuple:
+        return (self.moment1, self.moment2)
+
+    def _scalars(self) -> tuple:
+        return (self.beta1_power, self.beta2_power)
+
+
+class FusedAdamW(_Fused, optim.AdamW):
+    """`mindspore.experimental.optim.AdamW` that under `TrainOneStepWithLossScaleCell` is one native op on CPU.
+
+    ::
+
+        overflow = any value of gradients / loss_scale is inf or nan
+        if not overflow:
+            gradient = gradient / loss_scale
+            weight   = weight - lr * weight_decay * weight
+            m        = m * beta1 + gradient * (1 - beta1)
+            v        = v * beta2 + gradient**2 * (1 - beta2)
+            weight   = weight - lr / (1 - beta1**step) * m / (sqrt(v / (1 - beta2**step)) + eps)
+
+    Arguments, Parameters, their names, groups, learning-rate schedulers and checkpoints are those of
+    `mindspore.experimental.optim.AdamW`: a run may switch between the two. Results differ in the last bits at most.
+    Where the native kernel is missing, or for what it does not cover (Parameters that are not float32, `amsgrad`,
+    `maximize`, groups with betas or eps of their own), it *is* MindSpore's, with one warning.
+
+    Experimental: the op writes Parameters through its inputs, declared as MindSpore's own optimizer ops are.
+
+    Args:
+        params, lr, betas, eps, weight_decay, amsgrad, maximize: see `mindspore.experimental.optim.AdamW`.
+
+    Inputs:
+        - **gradients** (tuple[Tensor]) - the gradients of `params`. Called like this it runs MindSpore's own ops.
+
+    Outputs:
+        bool, True.
+
+    Supported Platforms:
+        ``Ascend`` ``GPU`` ``CPU``
+
+    Examples:
+        >>> from lossscale import FusedAdamW
+        >>> from mindspore import nn
+        >>> net = nn.Dense(4, 1)
+        >>> optimizer = FusedAdamW(net.trainable_params(), lr=1e-3, weight_decay=0.01)
+        >>> optimizer.takes_scaled_gradients in (True, False)
+        True
+    """
+
+    op_name = "adamw"
+
+    def __init__(
+        self,
+        params: Any,
+        lr: Any = 1e-3,
+        betas: tuple = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 1e-2,
+        amsgrad: bool = False,
+        *,
+        maximize: bool = False,
+    ):
+        super().__init__(params, lr, betas, eps, weight_decay, amsgrad, maximize=maximize)
+        self._fuse()
+
+    def _reason_against(self) -> Optional[str]:
+        groups = self.param_groups
+        checks = {
+            "amsgrad is not covered": any(group["amsgrad"] for group in groups),
+            "maximize is not covered": any(group["maximize"] for group in groups),
+            "a group has betas or eps of its own": len({(*group["betas"], group["eps"]) for group in groups}) > 1,
+            **_common_checks(self),
+        }
+        return next((reason for reason, holds in checks.items() if holds), None)
+
+    def _options(self) -> list:
+        (beta1, beta2), eps = self.param_groups[0]["betas"], self.param_groups[0]["eps"]
+        return [beta1, beta2, eps]
+
+    def _states(self) -> tuple:
+        return (self.exp_avg, self.exp_avg_sq)
+
+    def _prepare_rates(self) -> None:
+        places = [place for place, group in enumerate(self.param_groups) for _ in group["params"]]
+        self.lr_indices = Tensor(places, mstype.int32)
+        decays = [self.param_groups[place]["weight_decay"] for place in places]
+        self.fused_decays = Tensor(decays, mstype.float32)
+
+    def _rates(self) -> Tensor:
+        rates: tuple = ()
+        for place in range(len(self.lrs)):
+            rate = self.lrs[place]
+            # A number that the user has put there counts, as in MindSpore's own.
+            if isinstance(self.param_groups[place].get("lr"), float):
+                rate = Tensor(self.param_groups[place].get("lr"), mstype.float32)
+            rates += (rate.reshape((1,)),)
+        return ops.gather(ops.cat(rates), self.lr_indices, 0) if len(self.lrs) > 1 else rates[0]
+
+    def _decays(self) -> Tensor:
+        return self.fused_decays
+
+    def _steps(self) -> Tensor:
+        return self.state_step
+
+
+_TWINS = {
+    nn.SGD: FusedSGD,
+    nn.Momentum: FusedMomentum,
+    nn.Adam: FusedAdam,
+    nn.AdamWeightDecay: FusedAdamWeightDecay,
+    optim.AdamW: FusedAdamW,
+}
 
 
 def fuse(optimizer: Any) -> Any:
@@ -337,7 +594,8 @@ def fuse(optimizer: Any) -> Any:
     warning that says why.
 
     Args:
-        optimizer: any optimizer. `nn.Momentum` and `nn.AdamWeightDecay` have twins.
+        optimizer: any optimizer. `nn.SGD`, `nn.Momentum`, `nn.Adam`, `nn.AdamWeightDecay` and
+            `mindspore.experimental.optim.AdamW` have twins; classes derived from them don't.
 
     Returns:
         The twin, or `optimizer` itself.
@@ -366,7 +624,7 @@ def fuse(optimizer: Any) -> Any:
         return optimizer
     twin_class = _TWINS.get(type(optimizer))
     if twin_class is None:
-        _warn_once(type(optimizer).__name__, f"only {', '.join(kind.__name__ for kind in _TWINS)} have a fused twin")
+        _warn_not_fused(optimizer, f"only {', '.join(kind.__name__ for kind in _TWINS)} have a fused twin")
         return optimizer
     twin = _same_parameters(optimizer, twin_class)
     twin._fuse()

@@ -92,7 +92,7 @@ int Multiply(const Arguments &arguments, bool has_factor, bool reciprocal, bool 
   }
   const lossscale::ExactSubnormals exact;
   double factor = 1;
-  std::vector<Input> gradients;
+  std::vector<Input> gradients{};
   if ((has_factor && !arguments.GetScalar(0, &factor)) || !arguments.Get(first, n, &gradients)) {
     return kBadDtype;
   }
@@ -150,7 +150,7 @@ struct FusedStep {
   double factor = 1;
   float number = 0;
   const float *options = nullptr;
-  std::vector<Input> gradients;
+  std::vector<Input> gradients{};
   bool skip = false;
 
   // Reads them and writes the flags, which are the last two outputs. Where nothing is skipped, counts the step.
@@ -220,7 +220,7 @@ LOSSSCALE_OP(lossscale_look_norm) { return Multiply({count, data, ndims, shapes,
 LOSSSCALE_OP(lossscale_check) { return Multiply({count, data, ndims, shapes, dtypes}, false, false, false, false); }
 LOSSSCALE_OP(lossscale_check_norm) { return Multiply({count, data, ndims, shapes, dtypes}, false, false, true, false); }
 
-// Number: the momentum. Options: nesterov, mode. State: the moments.
+// Number: the momentum. Options: mode. State: the moments.
 LOSSSCALE_OP(lossscale_momentum) {
   FusedStep step{{count, data, ndims, shapes, dtypes}, 1, 0};
   const int bad = step.Begin();
@@ -231,7 +231,7 @@ LOSSSCALE_OP(lossscale_momentum) {
   for (int i = 0; i < step.n; ++i) {
     tensors.push_back({step.Gradient(i), step.Written(0, i), step.Written(1, i), step.Rate(i), step.Decay(i)});
   }
-  lossscale::ApplyMomentum(step.factor, step.number, step.options[0] != 0, tensors);
+  lossscale::ApplyMomentum(step.factor, step.number, tensors);
   return kDone;
 }
 
@@ -285,18 +285,19 @@ LOSSSCALE_OP(lossscale_adam_weight_decay) {
   return kDone;
 }
 
-// Options: beta1, beta2, 1 - beta1, 1 - beta2 (in float64, then rounded), epsilon, mode. States: the two moments.
+// Options: beta1, beta2, epsilon, mode. States: the two moments.
 LOSSSCALE_OP(lossscale_adamw) {
   FusedStep step{{count, data, ndims, shapes, dtypes}, 2, 0};
   const int bad = step.Begin();
   if (bad != kDone || step.skip) {
     return bad;
   }
-  const float *options = step.options;
+  const float beta1 = step.options[0];
+  const float beta2 = step.options[1];
   const auto steps = static_cast<float>(*step.Steps());
-  const float correction1 = 1 - std::pow(options[0], steps);
-  const float correction2 = 1 - std::pow(options[1], steps);
-  lossscale::ApplyAdamW(step.factor, {options[0], options[1], options[2], options[3], options[4], false, correction1,
+  const float correction1 = 1 - std::pow(beta1, steps);
+  const float correction2 = 1 - std::pow(beta2, steps);
+  lossscale::ApplyAdamW(step.factor, {beta1, beta2, 1 - beta1, 1 - beta2, step.options[2], false, correction1,
                                       std::sqrt(correction2)},
                         step.AdamTensors());
   return kDone;

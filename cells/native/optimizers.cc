@@ -47,7 +47,7 @@ LOSSSCALE_INLINE void DecayRow(const float *weight, float weight_decay, float *g
 
 // In MindSpore's order, without multiply-add: its own kernel has none either.
 template <bool kFused>
-LOSSSCALE_INLINE void Momentum(const MomentumTensor &tensor, double factor, float momentum, bool nesterov,
+LOSSSCALE_INLINE void Momentum(const MomentumTensor &tensor, double factor, float momentum,
                                int64_t block_begin, int64_t block_end) {
   float gradient[kRow];
   const float lr = tensor.learning_rate;
@@ -57,24 +57,16 @@ LOSSSCALE_INLINE void Momentum(const MomentumTensor &tensor, double factor, floa
     float *__restrict weight = tensor.weight + begin;
     float *__restrict moment = tensor.moment + begin;
     DecayRow(weight, tensor.weight_decay, gradient, size);
-    if (nesterov) {
-      for (int64_t i = 0; i < size; ++i) {
-        moment[i] = moment[i] * momentum + gradient[i];
-        weight[i] -= (moment[i] * momentum + gradient[i]) * lr;
-      }
-    } else {
-      for (int64_t i = 0; i < size; ++i) {
-        moment[i] = moment[i] * momentum + gradient[i];
-        weight[i] -= moment[i] * lr;
-      }
+    for (int64_t i = 0; i < size; ++i) {
+      moment[i] = moment[i] * momentum + gradient[i];
+      weight[i] -= moment[i] * lr;
     }
   }
 }
 
 LOSSSCALE_VERSIONS(Momentum,
-                   (const MomentumTensor &tensor, double factor, float momentum, bool nesterov, int64_t begin,
-                    int64_t end),
-                   (tensor, factor, momentum, nesterov, begin, end))
+                   (const MomentumTensor &tensor, double factor, float momentum, int64_t begin, int64_t end),
+                   (tensor, factor, momentum, begin, end))
 
 // Whether any accumulation of the row still has to begin: after the first step, none.
 LOSSSCALE_INLINE bool AnyFresh(const float *fresh, int64_t size) {
@@ -153,7 +145,7 @@ LOSSSCALE_INLINE void Adam(const AdamTensor &tensor, double factor, const AdamCo
       const float v = MultiplyAdd<kFused>(MultiplyAdd<kFused>(g, g, -moment2[i]), rest2, moment2[i]);
       moment1[i] = m;
       moment2[i] = v;
-      const float direction = constants.nesterov ? MultiplyAdd<kFused>(m, beta1, rest1 * g) : m;
+      const float direction = constants.nesterov ? MultiplyAdd<kFused>(rest1, g, m * beta1) : m;
       weight[i] -= lr * direction / (__builtin_sqrtf(v) + epsilon);
     }
   }
@@ -242,9 +234,9 @@ void Apply(const std::vector<Tensor> &tensors, Update update) {
 
 }  // namespace
 
-void ApplyMomentum(double factor, float momentum, bool nesterov, const std::vector<MomentumTensor> &tensors) {
+void ApplyMomentum(double factor, float momentum, const std::vector<MomentumTensor> &tensors) {
   Apply(tensors, [&](const MomentumTensor &tensor, int64_t begin, int64_t end) {
-    MomentumBest(tensor, factor, momentum, nesterov, begin, end);
+    MomentumBest(tensor, factor, momentum, begin, end);
   });
 }
 

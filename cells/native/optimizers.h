@@ -54,7 +54,7 @@ struct AdamConstants {
 
 // Gradients are multiplied by the factor exactly, then rounded to float32; the update itself is done in the calling
 // thread's floating-point mode, like the host's own optimizers.
-void ApplyMomentum(double factor, float momentum, bool nesterov, const std::vector<MomentumTensor> &tensors);
+void ApplyMomentum(double factor, float momentum, const std::vector<MomentumTensor> &tensors);
 void ApplySgd(double factor, const SgdConstants &constants, const std::vector<SgdTensor> &tensors);
 void ApplyAdam(double factor, const AdamConstants &constants, const std::vector<AdamTensor> &tensors);
 void ApplyAdamWeightDecay(double factor, const AdamConstants &constants, const std::vector<AdamTensor> &tensors);

@@ -1,5 +1,6 @@
 // Test of the kernels by themselves, for the sanitizers: heap buffers of the exact size, against plain loops.
 #include "../../../cells/native/kernels.h"
+#include "../../../cells/native/optimizers.h"
 #include "../../../cells/native/update_scale.h"
 
 #include <cmath>
@@ -96,30 +97,91 @@ void TestSubnormalsCount() {
 #endif
 }
 
-void TestOptimizers() {
+// Values that differ from place to place, so that an error of an index shows.
+std::unique_ptr<float[]> Varied(int64_t size, float start) {
+  auto buffer = Filled<float>(size, start);
+  for (int64_t i = 0; i < size; ++i) {
+    buffer[static_cast<size_t>(i)] += static_cast<float>(i % 9973) / 9973;
+  }
+  return buffer;
+}
+
+struct State {
+  double weight, first, second;
+};
+
+// Runs `apply` on tensors of several sizes and compares every value with what `expect` says for its gradient.
+template <typename Apply, typename Expect>
+void TestOptimizer(Apply apply, Expect expect) {
   for (int64_t size : {0, 1, 7, 33, 40000}) {
-    auto gradient = Filled<float>(size, 2.0f);
-    auto weight = Filled<float>(size, 1.0f);
-    auto first = Filled<float>(size, 0.5f);
-    auto second = Filled<float>(size, 0.25f);
-    const Input input{gradient.get(), size, DType::kFloat32};
-    lossscale::ApplyMomentum(0.5, 0.9f, {{input, weight.get(), first.get(), 0.1f, 0.0f}});
-    const float moment = 0.5f * 0.9f + 1.0f;
-    const float moved = 1.0f - moment * 0.1f;
-    for (int64_t i = 0; i < size; ++i) {
-      CHECK(first[static_cast<size_t>(i)] == moment && weight[static_cast<size_t>(i)] == moved);
-    }
-    lossscale::ApplyAdamWeightDecay(0.5, {0.9f, 0.999f, 1e-6f},
-                                    {{input, weight.get(), first.get(), second.get(), 0.1f, 0.01f}});
-    const float m = moment + (1.0f - moment) * (1 - 0.9f);
-    const float v = 0.25f + 0.75f * (1 - 0.999f);
-    const double update = m / (std::sqrt(static_cast<double>(v)) + 1e-6) + 0.01 * moved;
-    for (int64_t i = 0; i < size; ++i) {
-      CHECK(std::fabs(first[static_cast<size_t>(i)] - m) < 1e-6f);
-      CHECK(std::fabs(second[static_cast<size_t>(i)] - v) < 1e-6f);
-      CHECK(std::fabs(weight[static_cast<size_t>(i)] - (moved - 0.1 * update)) < 1e-6);
+    auto gradient = Varied(size, 2.0f);
+    auto weight = Varied(size, 1.0f);
+    auto first = Varied(size, 0.5f);
+    auto second = Varied(size, 0.25f);
+    const auto old_weight = Varied(size, 1.0f), old_first = Varied(size, 0.5f), old_second = Varied(size, 0.25f);
+    apply(Input{gradient.get(), size, DType::kFloat32}, weight.get(), first.get(), second.get());
+    for (int64_t at = 0; at < size; ++at) {
+      const auto i = static_cast<size_t>(at);
+      const State wanted = expect(gradient[i] * 0.5, State{old_weight[i], old_first[i], old_second[i]});
+      CHECK(std::fabs(weight[i] - wanted.weight) < 1e-6);
+      CHECK(std::fabs(first[i] - wanted.first) < 1e-6);
+      CHECK(std::fabs(second[i] - wanted.second) < 1e-6);
     }
   }
+}
+
+void TestOptimizers() {
+  const lossscale::AdamConstants constants{0.9f, 0.999f, 1 - 0.9f, 1 - 0.999f, 1e-6f, false, 0.5f, 0.25f};
+  TestOptimizer(
+      [](Input input, float *weight, float *first, float *) {
+        lossscale::ApplyMomentum(0.5, 0.9f, {{input, weight, first, 0.1f, 0.01f}});
+      },
+      [](double g, State old) {
+        const double moment = old.first * 0.9 + g + old.weight * 0.01;
+        return State{old.weight - moment * 0.1, moment, old.second};
+      });
+  TestOptimizer(
+      [](Input input, float *weight, float *first, float *) {
+        auto begun = Filled<float>(input.size, 0.0f);
+        lossscale::ApplySgd(0.5, {0.9f, 0.25f, true}, {{input, weight, first, begun.get(), 0.1f, 0.01f}});
+      },
+      [](double g, State old) {
+        const double decayed = g + old.weight * 0.01;
+        const double sum = old.first * 0.9 + decayed * 0.75;
+        return State{old.weight - 0.1 * (decayed + sum * 0.9), sum, old.second};
+      });
+  TestOptimizer(
+      [](Input input, float *weight, float *first, float *) {
+        auto fresh = Filled<float>(input.size, 1.0f);
+        lossscale::ApplySgd(0.5, {0.9f, 0.25f, false}, {{input, weight, first, fresh.get(), 0.1f, 0.0f}});
+        CHECK(input.size == 0 || (fresh[0] == 0 && fresh[static_cast<size_t>(input.size - 1)] == 0));
+      },
+      [](double g, State old) { return State{old.weight - 0.1 * g, g, old.second}; });
+  TestOptimizer(
+      [&](Input input, float *weight, float *first, float *second) {
+        lossscale::ApplyAdam(0.5, constants, {{input, weight, first, second, 0.1f, 0.01f}});
+      },
+      [](double g, State old) {
+        const double decayed = g + old.weight * 0.01;
+        const double m = old.first * 0.9 + decayed * 0.1, v = old.second * 0.999 + decayed * decayed * 0.001;
+        return State{old.weight - 0.1 * m / (std::sqrt(v) + 1e-6), m, v};
+      });
+  TestOptimizer(
+      [&](Input input, float *weight, float *first, float *second) {
+        lossscale::ApplyAdamWeightDecay(0.5, constants, {{input, weight, first, second, 0.1f, 0.01f}});
+      },
+      [](double g, State old) {
+        const double m = old.first * 0.9 + g * 0.1, v = old.second * 0.999 + g * g * 0.001;
+        return State{old.weight - 0.1 * (m / (std::sqrt(v) + 1e-6) + 0.01 * old.weight), m, v};
+      });
+  TestOptimizer(
+      [&](Input input, float *weight, float *first, float *second) {
+        lossscale::ApplyAdamW(0.5, constants, {{input, weight, first, second, 0.1f, 0.01f}});
+      },
+      [](double g, State old) {
+        const double m = old.first * 0.9 + g * 0.1, v = old.second * 0.999 + g * g * 0.001;
+        return State{old.weight * (1 - 0.1 * 0.01) - 0.1 / 0.5 * m / (std::sqrt(v) / 0.25 + 1e-6), m, v};
+      });
 }
 
 void TestEntryPoints() {
@@ -138,22 +200,30 @@ void TestEntryPoints() {
 }
 
 void TestMomentumSkipsOverflow() {
-  float scale = 2, lr = 0.1f, decay = 0, weight[] = {1, 2}, moment[] = {0, 0};
+  float scale = 2, lr = 0.1f, decay = 0, momentum = 0.9f, mode = 1, weight[] = {1, 2}, moment[] = {0, 0};
   float gradient[] = {1, std::numeric_limits<float>::quiet_NaN()};
-  float options[] = {0.9f, 1};
-  bool overflow = false, flag = false;
-  void *data[] = {&scale, &lr, &decay, options, gradient, weight, moment, &overflow, &flag};
-  int ndims[] = {0, 0, 0, 1, 1, 1, 1, 1, 1};
-  int64_t one[] = {1}, two[] = {2};
-  int64_t *shapes[] = {nullptr, nullptr, nullptr, two, two, two, two, one, one};
+  bool skip = false, overflow = false, flag = false;
+  int32_t steps = 0;
+  void *data[] = {&scale, &skip, &lr, &decay, &momentum, &mode, gradient, weight, moment, &steps, &overflow, &flag};
+  int ndims[] = {0, 0, 0, 0, 0, 0, 1, 1, 1, 0, 0, 0};
+  int64_t two[] = {2};
+  int64_t *none = nullptr;
+  int64_t *shapes[] = {none, none, none, none, none, none, two, two, two, none, none, none};
   const char *f = "float32";
-  const char *dtypes[] = {f, f, f, f, f, f, f, "bool", "bool"};
-  CHECK(lossscale_momentum(9, data, ndims, shapes, dtypes, nullptr, nullptr) == 0);
-  CHECK(overflow && flag && weight[0] == 1 && moment[0] == 0);
+  const char *dtypes[] = {f, "bool", f, f, f, f, f, f, f, "int32", "bool", "bool"};
+  CHECK(lossscale_momentum(12, data, ndims, shapes, dtypes, nullptr, nullptr) == 0);
+  CHECK(overflow && flag && weight[0] == 1 && moment[0] == 0 && steps == 0);
   gradient[1] = 1;
-  CHECK(lossscale_momentum(9, data, ndims, shapes, dtypes, nullptr, nullptr) == 0);
-  CHECK(!overflow && !flag && moment[0] == 0.5f && weight[0] == 1 - 0.5f * 0.1f);
-  CHECK(lossscale_momentum(8, data, ndims, shapes, dtypes, nullptr, nullptr) != 0);
+  CHECK(lossscale_momentum(12, data, ndims, shapes, dtypes, nullptr, nullptr) == 0);
+  CHECK(!overflow && !flag && moment[0] == 0.5f && weight[0] == 1 - 0.5f * 0.1f && steps == 1);
+  mode = 2;  // a factor, and a flag that says to skip
+  skip = true;
+  CHECK(lossscale_momentum(12, data, ndims, shapes, dtypes, nullptr, nullptr) == 0);
+  CHECK(overflow && moment[0] == 0.5f && steps == 1);
+  skip = false;
+  CHECK(lossscale_momentum(12, data, ndims, shapes, dtypes, nullptr, nullptr) == 0);
+  CHECK(!overflow && moment[0] == 0.5f * 0.9f + 2 && steps == 2);
+  CHECK(lossscale_momentum(11, data, ndims, shapes, dtypes, nullptr, nullptr) != 0);
 }
 
 void TestUpdateScale() {
