@@ -5,7 +5,8 @@ from cells.clip import ClipByGlobalNorm, ClipByNorm, ClipByValue
 from cells.custom_train_step import CustomTrainOneStepCell
 from cells.ema import EMA
 from cells.finite import all_finite
-from cells.fused import FusedAdam, FusedAdamW, FusedAdamWeightDecay, FusedMomentum, FusedSGD, fuse
+from cells.fused import FusedAdam, FusedAdamW, FusedAdamWeightDecay, FusedMomentum, FusedSGD
+from cells.fusion import fuse
 from cells.scale_update import DynamicLossScaleUpdateCell, FixedLossScaleUpdateCell, LossScaleUpdateCell
 from cells.scalers import DynamicLossScaler, LossScaler, NoOpLossScaler, StaticLossScaler
 from cells.train_step import TrainOneStepWithLossScaleCell

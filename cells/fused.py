@@ -18,7 +18,6 @@ The optimizer multiplies the gradients by `factor`, a scalar (unscaling, mean an
 where `skip`, a bool scalar, is True, it changes nothing.
 """
 
-import copy
 import warnings
 from typing import Any, Optional
 
@@ -50,7 +49,7 @@ def _fused_op(name: str, tensors: int, states: int, scalars: int) -> ops.Custom:
     return in_place_op(name, out_shape, out_dtype, read=6 + tensors, written=written)
 
 
-class _Fused:
+class Fused:
     """What the fused optimizers share; a mix-in before the optimizer that is fused.
 
     Each says what its op needs by the methods of this class that return nothing here.
@@ -63,7 +62,7 @@ class _Fused:
         """Prepare the native op, or warn once why the generic path stays."""
         reason = self._reason_against()
         if reason:
-            _warn_not_fused(self, reason)
+            warn_not_fused(self, reason)
             return
         states, scalars = self._states(), self._scalars()
         self.fused_op = _fused_op(self.op_name, len(self.parameters), len(states), len(scalars))
@@ -121,7 +120,7 @@ class _Fused:
         return ()
 
 
-class _FusedStock(_Fused):
+class _FusedStock(Fused):
     """A mix-in for the optimizers of `mindspore.nn`."""
 
     def _reason_against(self: Any) -> Optional[str]:
@@ -195,7 +194,8 @@ def _warn_once(message: str, level: int) -> None:
         warnings.warn(message, stacklevel=level)
 
 
-def _warn_not_fused(optimizer: Any, reason: str) -> None:
+def warn_not_fused(optimizer: Any, reason: str) -> None:
+    """Warn once that `optimizer` runs MindSpore's own ops, and why."""
     _warn_once(f"{type(optimizer).__name__} runs like MindSpore's own optimizer, not fused: {reason}.", 5)
 
 
@@ -480,7 +480,7 @@ class FusedAdam(_FusedStock, nn.Adam):
         return (self.beta1_power, self.beta2_power)
 
 
-class FusedAdamW(_Fused, optim.AdamW):
+class FusedAdamW(Fused, optim.AdamW):
     """`mindspore.experimental.optim.AdamW` that under `TrainOneStepWithLossScaleCell` is one native op on CPU.
 
     ::
@@ -575,67 +575,3 @@ class FusedAdamW(_Fused, optim.AdamW):
 
     def _steps(self) -> Tensor:
         return self.state_step
-
-
-_TWINS = {
-    nn.SGD: FusedSGD,
-    nn.Momentum: FusedMomentum,
-    nn.Adam: FusedAdam,
-    nn.AdamWeightDecay: FusedAdamWeightDecay,
-    optim.AdamW: FusedAdamW,
-}
-
-
-def fuse(optimizer: Any) -> Any:
-    """Return the fused twin of one of MindSpore's optimizers.
-
-    The twin shares the optimizer's Parameters, states, groups and schedules, and their names: either can go on where
-    the other stopped, and checkpoints fit both. Where there is none, it returns the optimizer itself, with one
-    warning that says why.
-
-    Args:
-        optimizer: any optimizer. `nn.SGD`, `nn.Momentum`, `nn.Adam`, `nn.AdamWeightDecay` and
-            `mindspore.experimental.optim.AdamW` have twins; classes derived from them don't.
-
-    Returns:
-        The twin, or `optimizer` itself.
-
-    Raises:
-        TypeError: if `optimizer` is not an optimizer of `mindspore.nn` or `mindspore.experimental.optim`.
-
-    Supported Platforms:
-        ``Ascend`` ``GPU`` ``CPU``
-
-    Examples:
-        >>> import lossscale
-        >>> from mindspore import nn
-        >>> net = nn.Dense(4, 1)
-        >>> optimizer = nn.Momentum(net.trainable_params(), learning_rate=0.1, momentum=0.9)
-        >>> fused = lossscale.fuse(optimizer)
-        >>> fused.moments[0] is optimizer.moments[0]
-        True
-    """
-    if not isinstance(optimizer, (nn.Optimizer, optim.Optimizer)):
-        raise TypeError(
-            f"For 'fuse', 'optimizer' must be an optimizer of mindspore.nn or mindspore.experimental.optim, but got "
-            f"{type(optimizer).__name__}. Write lossscale.fuse(nn.Momentum(net.trainable_params(), 0.1, 0.9))."
-        )
-    if isinstance(optimizer, _Fused) or getattr(optimizer, "takes_scaled_gradients", False):
-        return optimizer
-    twin_class = _TWINS.get(type(optimizer))
-    if twin_class is None:
-        _warn_not_fused(optimizer, f"only {', '.join(kind.__name__ for kind in _TWINS)} have a fused twin")
-        return optimizer
-    twin = _same_parameters(optimizer, twin_class)
-    twin._fuse()
-    return twin if twin.takes_scaled_gradients else optimizer
-
-
-def _same_parameters(optimizer: nn.Cell, kind: type) -> Any:
-    """Return a cell of another class with the attributes of `optimizer`, the Parameters themselves among them."""
-    twin = kind.__new__(kind)
-    base, attributes = optimizer.__getstate__()
-    # The books that a cell keeps of its Parameters and compiled graphs are its own.
-    own = {name: copy.copy(value) if isinstance(value, (dict, set)) else value for name, value in attributes.items()}
-    twin.__setstate__((base, own))
-    return twin
