@@ -284,8 +284,9 @@ class TrainOneStepWithLossScaleCell(nn.TrainOneStepWithLossScaleCell):
     def _decide_window(self, totals: tuple, divisor: Tensor, scale: Tensor) -> tuple:
         window = self._stage_accumulator
         if self._stage_fusion == "factor":
-            overflow, scale, norm, _, updated = self.update_by_factor(totals, divisor, scale, False)
-            return window.decide(updated, overflow), scale, norm
+            # By place: an output that is unpacked and not used makes the compiler warn of a lost side effect.
+            report = self.update_by_factor(totals, divisor, scale, False)
+            return window.decide(report[4], report[0]), report[1], report[2]
         grads, overflow, norm = self.unscale_and_check(totals, divisor)
         skip, scale = self._move_scale(overflow, scale, False)
         updates = ops.depend(ops.logical_not(self.skips_update(skip, norm)), window.keep(grads))
