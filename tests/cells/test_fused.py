@@ -351,6 +351,29 @@ def test_apply_gradients_updates_without_a_look(mode, configuration):
     assert np.isnan(state(fused)["0.weight"]).any()
 
 
+@pytest.mark.parametrize("dtype", [ms.float16, ms.bfloat16, ms.float32, ms.float64])
+def test_gradients_of_any_dtype_are_read_right(dtype):
+    ms.set_context(mode=ms.PYNATIVE_MODE)
+    weight = Parameter(Tensor(np.zeros(5000, np.float32)), name="weight")
+    optimizer = lossscale.FusedSGD([weight], 1.0)
+    values = np.random.default_rng(0).integers(-128, 128, 5000)  # exact in every dtype
+    overflow, _ = optimizer.apply_scaled_gradients((Tensor(values, dtype),), Tensor(4.0))
+    assert not overflow
+    np.testing.assert_array_equal(weight.asnumpy(), -values / 4)
+
+
+def test_overflow_is_judged_once_unscaled_and_in_every_tensor():
+    ms.set_context(mode=ms.PYNATIVE_MODE)
+    weights = [Parameter(Tensor(np.zeros(2, np.float32)), name=f"weight{i}") for i in range(70)]
+    optimizer = lossscale.FusedSGD(weights, 1.0)
+    large, small = Tensor(np.float32([1, 3e38])), Tensor(np.ones(2, np.float32))
+    overflow, flags = optimizer.apply_scaled_gradients((small,) * 69 + (large,), Tensor(0.25))
+    assert overflow and flags.asnumpy().tolist() == [False] * 69 + [True]
+    assert not any(weight.asnumpy().any() for weight in weights)
+    overflow, _ = optimizer.apply_scaled_gradients((small,) * 69 + (large,), Tensor(1.0))
+    assert not overflow and weights[69].asnumpy().tolist() == [-1, np.float32(-3e38)]
+
+
 class _Mixed(nn.Cell):
     def __init__(self):
         super().__init__()
