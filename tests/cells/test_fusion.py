@@ -233,6 +233,25 @@ def test_a_scheduler_of_adamw_moves_the_rate_of_its_groups(mode):
     np.testing.assert_allclose(fused.optimizer.lrs[0].asnumpy(), 0.001, rtol=1e-5)
 
 
+def test_a_number_put_into_a_group_of_adamw_is_its_rate(mode):
+    def build(finish):
+        def optimizer_of(net):
+            optimizer = finish(optim.AdamW(net.trainable_params(), 0.01))
+            optimizer.param_groups[0]["lr"] = 0.3
+            return optimizer
+
+        return train_cell(optimizer_of)
+
+    assert_train_alike(build(lambda optimizer: optimizer), build(lossscale.fuse))
+
+
+def test_what_a_twin_gets_later_its_optimizer_does_not_have():
+    optimizer = nn.SGD(mlp().trainable_params(), 0.1)
+    names = [parameter.name for parameter in optimizer.get_parameters()]
+    lossscale.fuse(optimizer).extra = ms.Parameter(Tensor(1.0), name="extra")
+    assert [parameter.name for parameter in optimizer.get_parameters()] == names
+
+
 def test_skip_and_factor_are_obeyed(mode):
     net = mlp()
     optimizer = lossscale.fuse(nn.SGD(net.trainable_params(), 1.0))
