@@ -515,9 +515,10 @@ class FusedAdamW(Fused, optim.AdamW):
     Examples:
         >>> from lossscale import FusedAdamW
         >>> from mindspore import nn
+        >>> from mindspore.experimental import optim
         >>> net = nn.Dense(4, 1)
         >>> optimizer = FusedAdamW(net.trainable_params(), lr=1e-3, weight_decay=0.01)
-        >>> optimizer.takes_scaled_gradients in (True, False)
+        >>> isinstance(optimizer, optim.AdamW)
         True
     """
 

@@ -1,7 +1,7 @@
 """The native CPU kernel: all gradients of a network in one op and one pass over memory, called through `ops.Custom`.
 
-`kernels.cc` holds the arithmetic and `ops.cc` its entry points. `setup.py` builds both into the shared library
-``cells/_native.*.so`` where there is a C++ compiler; `cells.backends` says whether it is used.
+`kernels.cc` and `optimizers.cc` hold the arithmetic and `ops.cc` its entry points. `setup.py` builds them into the
+shared library ``cells/_native.*.so`` where there is a C++ compiler; `cells.backends` says whether it is used.
 """
 
 import platform

@@ -14,7 +14,7 @@ ALSO = {
     "cells/unscale.py": ("test_backends", "test_train_step"),
     "cells/gradient_ops.py": ("test_unscale", "test_backends", "test_train_step"),
     "cells/overflow_record.py": ("test_train_step", "test_backends", "test_fused_options"),
-    "cells/fused.py": ("test_fused_options",),
+    "cells/fused.py": ("test_fused_options", "test_fusion"),
     "cells/checks.py": ("test_train_step", "test_scale_update"),
     "cells/scaler_arithmetic.py": ("test_scalers",),
     "cells/trees.py": ("test_scalers",),
