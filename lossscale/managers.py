@@ -44,7 +44,6 @@ class FixedLossScaleManager(LossScaleManager):
         Examples:
             >>> from lossscale import FixedLossScaleManager, Model
             >>> from mindspore import Tensor, nn
-    from mindspore import dtype as mstype
             >>> net = nn.Dense(4, 1)
             >>> # 1) Skip the update if there is an overflow.
             >>> optimizer = nn.Momentum(net.trainable_params(), learning_rate=0.1, momentum=0.9)
@@ -108,7 +107,6 @@ class DynamicLossScaleManager(LossScaleManager):
         Examples:
             >>> from lossscale import DynamicLossScaleManager, Model
             >>> from mindspore import Tensor, nn
-    from mindspore import dtype as mstype
             >>> net = nn.Dense(4, 1)
             >>> optimizer = nn.Momentum(net.trainable_params(), learning_rate=0.1, momentum=0.9)
             >>> manager = DynamicLossScaleManager()
