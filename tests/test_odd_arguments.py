@@ -77,13 +77,15 @@ TAKES = {
     "find_loss_scale": {"network": NOTHING, "loss_fn": OPTIONAL, "amp_level": OPTIONAL, "tolerance": NOTHING}
     | {"seed": NUMBER, "progress": FLAG},
     "find_nonfinite": {"grads": {"list"}, "names": OPTIONAL},
+    "fuse": {"optimizer": NOTHING},
     "load_train_state": {"folder": PLACES, "train_cell": NOTHING, "step": OPTIONAL_NUMBER},
     "plot_history": {"history": NOTHING, "path": PLACES},
     "read_history": {"path": NOTHING},
     "save_train_state": {"folder": PLACES, "train_cell": NOTHING, "step": NUMBER, "keep": {"2**31", "huge"}},
 }
 # These take nothing, or are results that nobody makes by hand.
-WITHOUT = {"FusedAdamWeightDecay", "FusedMomentum"}  # MindSpore's optimizers check what they are given
+# MindSpore's optimizers check what they are given.
+WITHOUT = {"FusedAdam", "FusedAdamW", "FusedAdamWeightDecay", "FusedMomentum", "FusedSGD"}
 WITHOUT |= {"LossScaleManager", "LossScaleReport", "NoOpLossScaler", "NonfiniteGradient", "backend"}
 METHODS = {
     "GradScaler.update": {"new_scale": OPTIONAL_NUMBER},
