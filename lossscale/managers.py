@@ -29,29 +29,29 @@ class LossScaleManager(_MindSporeLossScaleManager):
 class FixedLossScaleManager(LossScaleManager):
     """Manager of a loss scale that never changes.
 
-        Args:
-            loss_scale: the factor, a finite number >= 1. Default: 128.0.
-            drop_overflow_update: whether a step whose gradients overflowed is skipped. Where False, the optimizer
-                does the unscaling and must have been built with the same `loss_scale`. Default: True.
+    Args:
+        loss_scale: the factor, a finite number >= 1. Default: 128.0.
+        drop_overflow_update: whether a step whose gradients overflowed is skipped. Where False, the optimizer
+            does the unscaling and must have been built with the same `loss_scale`. Default: True.
 
-        Raises:
-            TypeError: if `loss_scale` is not a number or `drop_overflow_update` not a bool.
-            ValueError: if `loss_scale` is below 1, nan or inf.
+    Raises:
+        TypeError: if `loss_scale` is not a number or `drop_overflow_update` not a bool.
+        ValueError: if `loss_scale` is below 1, nan or inf.
 
-        Supported Platforms:
-            ``Ascend`` ``GPU`` ``CPU``
+    Supported Platforms:
+        ``Ascend`` ``GPU`` ``CPU``
 
-        Examples:
-            >>> from lossscale import FixedLossScaleManager, Model
-            >>> from mindspore import Tensor, nn
-            >>> net = nn.Dense(4, 1)
-            >>> # 1) Skip the update if there is an overflow.
-            >>> optimizer = nn.Momentum(net.trainable_params(), learning_rate=0.1, momentum=0.9)
-            >>> model = Model(net, nn.MSELoss(), optimizer, loss_scale_manager=FixedLossScaleManager())
-            >>> # 2) Update even then; the optimizer divides by the scale.
-            >>> manager = FixedLossScaleManager(1024.0, False)
-            >>> optimizer = nn.Momentum(net.trainable_params(), 0.1, 0.9, loss_scale=1024.0)
-            >>> model = Model(net, nn.MSELoss(), optimizer, loss_scale_manager=manager)
+    Examples:
+        >>> from lossscale import FixedLossScaleManager, Model
+        >>> from mindspore import Tensor, nn
+        >>> net = nn.Dense(4, 1)
+        >>> # 1) Skip the update if there is an overflow.
+        >>> optimizer = nn.Momentum(net.trainable_params(), learning_rate=0.1, momentum=0.9)
+        >>> model = Model(net, nn.MSELoss(), optimizer, loss_scale_manager=FixedLossScaleManager())
+        >>> # 2) Update even then; the optimizer divides by the scale.
+        >>> manager = FixedLossScaleManager(1024.0, False)
+        >>> optimizer = nn.Momentum(net.trainable_params(), 0.1, 0.9, loss_scale=1024.0)
+        >>> model = Model(net, nn.MSELoss(), optimizer, loss_scale_manager=manager)
     """
 
     def __init__(self, loss_scale: float = 128.0, drop_overflow_update: bool = True):
@@ -82,37 +82,37 @@ class FixedLossScaleManager(LossScaleManager):
 class DynamicLossScaleManager(LossScaleManager):
     """Manager of a loss scale that falls on overflow and rises after `scale_window` steps without one.
 
-        In training the scale lives in the train cell built with `get_update_cell()` and this manager reads it there;
-        if several were built, the last one counts. Without a train cell the manager takes the steps of the rule,
-        `cells.scale_rule.advance`, on the host, for loops that call `update_loss_scale` themselves.
+    In training the scale lives in the train cell built with `get_update_cell()` and this manager reads it there;
+    if several were built, the last one counts. Without a train cell the manager takes the steps of the rule,
+    `cells.scale_rule.advance`, on the host, for loops that call `update_loss_scale` themselves.
 
-        Args:
-            init_loss_scale: the first scale, a finite number >= 1. Default: 2**24.
-            scale_factor: what the scale is multiplied and divided by, a finite number >= 1. Default: 2.
-            scale_window: steps without overflow after which the scale rises, an int > 0; from 2**31 - 1 on it never
-                does. Default: 2000.
-            min_loss_scale: where falling stops; below 1 is allowed. Default: 1.0.
-            max_loss_scale: where rising stops. Default: None, float32's largest number.
-            backoff_factor: what the scale is multiplied by on overflow. Default: None, 1 / `scale_factor`.
-            hysteresis: the overflow in a row that makes the scale fall first; each further one does so at once, and a
-                step without overflow refills it. Default: 1.
+    Args:
+        init_loss_scale: the first scale, a finite number >= 1. Default: 2**24.
+        scale_factor: what the scale is multiplied and divided by, a finite number >= 1. Default: 2.
+        scale_window: steps without overflow after which the scale rises, an int > 0; from 2**31 - 1 on it never
+            does. Default: 2000.
+        min_loss_scale: where falling stops; below 1 is allowed. Default: 1.0.
+        max_loss_scale: where rising stops. Default: None, float32's largest number.
+        backoff_factor: what the scale is multiplied by on overflow. Default: None, 1 / `scale_factor`.
+        hysteresis: the overflow in a row that makes the scale fall first; each further one does so at once, and a
+            step without overflow refills it. Default: 1.
 
-        Raises:
-            TypeError: if a number is not a number, or the window not an int.
-            ValueError: if a value is out of range, nan or inf.
+    Raises:
+        TypeError: if a number is not a number, or the window not an int.
+        ValueError: if a value is out of range, nan or inf.
 
-        Supported Platforms:
-            ``Ascend`` ``GPU`` ``CPU``
+    Supported Platforms:
+        ``Ascend`` ``GPU`` ``CPU``
 
-        Examples:
-            >>> from lossscale import DynamicLossScaleManager, Model
-            >>> from mindspore import Tensor, nn
-            >>> net = nn.Dense(4, 1)
-            >>> optimizer = nn.Momentum(net.trainable_params(), learning_rate=0.1, momentum=0.9)
-            >>> manager = DynamicLossScaleManager()
-            >>> model = Model(net, nn.MSELoss(), optimizer, loss_scale_manager=manager)
-            >>> manager.get_loss_scale()
-            16777216.0
+    Examples:
+        >>> from lossscale import DynamicLossScaleManager, Model
+        >>> from mindspore import Tensor, nn
+        >>> net = nn.Dense(4, 1)
+        >>> optimizer = nn.Momentum(net.trainable_params(), learning_rate=0.1, momentum=0.9)
+        >>> manager = DynamicLossScaleManager()
+        >>> model = Model(net, nn.MSELoss(), optimizer, loss_scale_manager=manager)
+        >>> manager.get_loss_scale()
+        16777216.0
     """
 
     def __init__(

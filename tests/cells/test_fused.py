@@ -145,8 +145,10 @@ EVERY_RULE = {
 def assert_steps_equal(rule, steps):
     """Take each step from the same state with random gradients of any magnitude, every seventh step with nan.
 
-    2 ulp are allowed, of the largest of the old value, the new one and the change.
+    2 ulp are allowed, of the largest of the old value, the new one and the change. Adam's Nesterov change is a sum of
+    two terms of the size of the rate, which may cancel. Subnormals count as zero: some of MindSpore's threads flush.
     """
+    term = 0.01 if rule == "adam_nesterov" else 0.0
     rng = np.random.default_rng(0)
     values = [rng.standard_normal(size).astype(np.float32) for size in SIZES]
     train_cells = []
@@ -169,8 +171,8 @@ def assert_steps_equal(rule, steps):
         assert (after["w3"] != before["w3"]).any() == (i % 7 != 3)
         for name, value in wanted.items():
             old = before[name]
-            largest = np.maximum.reduce([np.abs(value), np.abs(old), np.abs(value - old)])
-            allowed = 2 * np.spacing(largest.astype(np.float32))
+            largest = np.maximum.reduce([np.abs(value), np.abs(old), np.abs(value - old), np.full_like(value, term)])
+            allowed = 2 * np.spacing(largest.astype(np.float32)) + np.finfo(np.float32).tiny
             assert (np.abs(after[name].astype(np.float64) - value) <= allowed).all(), (i, name)
 
 
