@@ -9,7 +9,7 @@ from mindspore.experimental import optim
 import cells.fused
 import lossscale
 from cells.native import library_path
-from tests.nets import GradientsAsGiven, copy_parameters
+from tests.nets import GradientsAsGiven
 from tests.oracles import parameters
 
 pytestmark = pytest.mark.skipif(library_path() is None, reason="the native kernel is not built")
@@ -159,8 +159,10 @@ def assert_steps_equal(rule, steps):
     stock, fused = train_cells
     assert (stock._stage_fusion, fused._stage_fusion) == (None, "scale")
     for i in range(steps):
-        copy_parameters(stock, fused)
         before = parameters(stock)
+        for parameter in fused.get_parameters():
+            # Not set_data: in PYNATIVE_MODE MindSpore 2.7 goes on showing what was set.
+            ops.assign(parameter, Tensor(before[parameter.name], parameter.dtype))
         grads = [rng.standard_normal(size) * 10.0 ** rng.integers(-3, 2) for size in SIZES]
         if i % 7 == 3:
             grads[i % len(SIZES)][-1] = np.nan
