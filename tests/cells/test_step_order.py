@@ -289,3 +289,16 @@ def test_an_overridden_stage_is_used_whatever_the_clip(mode, clip):
     step = HalvesGradients(net, nn.SGD(list(net.w), 1.0), Tensor(8.0), clip_grad=clip)
     step(Tensor(np.float32([2, 4])))
     assert net.w[0].asnumpy().tolist() == [-1, -2]
+
+
+@pytest.mark.parametrize("backend", ["native", "plain"])
+def test_overflow_is_judged_by_the_values_not_by_their_norm(mode, backend, monkeypatch):
+    monkeypatch.setenv("LOSSSCALE_BACKEND", backend)
+    net = GradientsAsGiven([np.zeros(4, np.float32)])
+    clip = ClipByGlobalNorm(1.0)
+    step = TrainOneStepWithLossScaleCell(net, nn.SGD(list(net.w), 1.0), Tensor(1.0), clip_grad=clip, outputs=REPORT)
+    overflow, _, norm, updated = step(Tensor(np.full(4, 3e38, np.float32)))
+    assert (bool(overflow), float(norm), bool(updated)) == (False, np.inf, True)
+    np.testing.assert_allclose(net.w[0].asnumpy(), [-0.5] * 4, rtol=1e-5)
+    overflow, _, _, updated = step(Tensor(np.full(4, np.inf, np.float32)))
+    assert (bool(overflow), bool(updated)) == (True, False)
