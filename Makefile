@@ -8,7 +8,7 @@ STAMP := $(VENV)/.installed
 JOBS ?= 2
 
 .DEFAULT_GOAL := help
-.PHONY: help install train train-distributed test test-all test-oldest check format bench bench-growth bench-quick clean
+.PHONY: help install train train-distributed test test-all test-oldest check format mutate bench bench-growth bench-quick clean
 
 help:  ## list the commands
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
@@ -66,6 +66,17 @@ bench-growth: install $(BENCH_STAMP)  ## measure how the cost grows with paramet
 
 bench-quick: install  ## measure a little of it, in less than a minute
 	$(RUN) -m benchmarks.run --quick
+
+MUTATE_STAMP := .venv-mutate/.installed
+N ?= 40
+
+$(MUTATE_STAMP): Makefile
+	test -x .venv-mutate/bin/python || $(PYTHON) -m venv .venv-mutate
+	.venv-mutate/bin/python -m pip install --quiet --disable-pip-version-check cosmic-ray==8.7.0
+	touch $@
+
+mutate: install $(MUTATE_STAMP)  ## make N=40 random changes to the code, one at a time, and list those that no test notices
+	.venv-mutate/bin/python tests/mutations/sample.py --python $(RUN) --jobs $(JOBS) --number $(N) $(if $(SEED),--seed $(SEED)) $(MUTATE)
 
 clean:  ## remove what was built, but not .venv
 	rm -rf build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis .coverage out rank_0 rewritten_network kernel_meta

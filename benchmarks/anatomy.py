@@ -20,8 +20,10 @@ VARIANTS += ["neither", "ours, fused"]
 class WithoutBranch(lossscale.TrainOneStepWithLossScaleCell):
     """Steps whether or not there was an overflow: no `if` around the optimizer."""
 
-    def step_or_keep_flags(self, overflow, grads, flags):
-        return self.step(grads)
+    def update_at_once(self, scaled, divisor, scale, brings_scale):
+        grads, overflow, norm = self.unscale_and_check(self.reduce_gradients(scaled), divisor)
+        self.process_loss_scale(overflow)
+        return overflow, self.scale_sense * 1.0, norm, norm, self.apply_update(grads)
 
 
 def build(variant: str, workload: str) -> Callable[[], float]:

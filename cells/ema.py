@@ -1,14 +1,15 @@
 """How are weights averaged? Shadow weights that follow the trained ones, after each real update."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Optional
+from typing import Any, Optional
 
 from mindspore import Parameter, ParameterTuple, Tensor, nn, ops
 from mindspore import dtype as mstype
 
 from cells.checks import check_bool, check_number
 
+_map = ops.HyperMap()
 _follow = ops.MultitypeFuncGraph("follow")
 
 
@@ -60,11 +61,26 @@ class EMA(nn.Cell):
         self.decay = Tensor(number, mstype.float32)
         self.warmup = check_bool("warmup", warmup, owner)
         self.updates = Parameter(Tensor(0, mstype.int32), name="ema.updates", requires_grad=False)
-        self.map = ops.HyperMap()
         self.is_bound = False
+        self._is_owned = False
         self._kept: list = []
         if parameters is not None:
-            self.bind(parameters)
+            self.bind(_checked_parameters(parameters, owner))
+
+    def check_unowned(self) -> None:
+        """Raise ValueError if a train cell already moves these averages."""
+        if self._is_owned:
+            raise ValueError(
+                "This EMA already belongs to another train cell, and would average that one's weights at this one's "
+                "pace. Make one EMA for each train cell."
+            )
+
+    def join(self, weights: Sequence) -> None:
+        """Let one train cell, which trains `weights`, move the averages: of its own Parameters, or else of those."""
+        self.check_unowned()
+        if not self.is_bound:
+            self.bind(weights)
+        self._is_owned = True
 
     def bind(self, parameters: Sequence) -> None:
         """Make a shadow weight for each of the Parameters, with their present values."""
@@ -74,7 +90,7 @@ class EMA(nn.Cell):
 
     def construct(self) -> Tensor:
         """Move the shadow weights towards the weights; return the number of updates."""
-        followed = self.map(ops.partial(_follow, 1.0 - self.decay_now()), self.shadows, self.weights)
+        followed = _map(ops.partial(_follow, 1.0 - self.decay_now()), self.shadows, self.weights)
         return ops.depend(ops.assign_add(self.updates, Tensor(1, mstype.int32)), followed)
 
     def decay_now(self) -> Tensor:
@@ -111,6 +127,15 @@ class EMA(nn.Cell):
             yield
         finally:
             self.restore()
+
+
+def _checked_parameters(parameters: Any, owner: str) -> list:
+    found = list(parameters) if isinstance(parameters, Iterable) and not isinstance(parameters, Tensor) else [None]
+    if not found or not all(isinstance(parameter, Parameter) for parameter in found):
+        raise TypeError(
+            f"For '{owner}', 'parameters' must be Parameters, but got {parameters!r}; write net.trainable_params()."
+        )
+    return found
 
 
 def _shadow_of(weight: Parameter) -> Parameter:

@@ -1,6 +1,7 @@
 """Save a train cell so that no crash can lose it, and refuse to load what is not a whole checkpoint of it."""
 
 import os
+import platform
 import re
 from pathlib import Path
 from typing import Any, Optional, Union
@@ -11,9 +12,13 @@ from mindspore import Parameter, nn, ops
 
 from cells.checks import check_positive_int
 from cells.ranks import gather, rank, world_size
+from lossscale.checkpoint_file import cut_off_at
+from lossscale.files import checked_path
 
-_NAME = re.compile(r"step_(\d{10})\.ckpt")
+_NAME = re.compile(r"step_(\d{10,})\.ckpt")
+_PARTIAL = re.compile(r"step_\d{10,}\.((?P<host>.+)-(?P<process>\d+)\.)?partial\.\w+")
 _STEP = "train_state_step"
+_LARGEST_STEP = 2**63 - 1
 _OFFERED = 8  # so many of its newest checkpoints does each rank offer when they look for a common one
 
 
@@ -22,9 +27,9 @@ def save_train_state(folder: Union[str, Path], train_cell: nn.Cell, step: int, k
 
     ::
 
-        write <folder>/step_<step>.partial, with a checksum; fsync it
+        write <folder>/step_<step>.<host>-<process>.partial.ckpt, with a checksum; fsync it
         rename it to <folder>/step_<step>.ckpt; fsync the folder
-        only then remove all but the newest `keep` checkpoints
+        only then remove all but the newest `keep` of the checkpoints up to `step`
 
     so that a crash or a full disk at any moment leaves the previous checkpoint as it was. In data parallel each
     rank saves into ``<folder>/rank_<rank>``. The file is one of `mindspore.save_checkpoint`.
@@ -63,14 +68,16 @@ def save_train_state(folder: Union[str, Path], train_cell: nn.Cell, step: int, k
         ...     load_train_state(folder, train_cell)
         100
     """
-    check_positive_int("step", step, "save_train_state")
-    check_positive_int("keep", keep, "save_train_state")
-    folder = _folder_of_rank(folder)
+    owner = "save_train_state"
+    folder = _folder_of_rank(folder, owner)
+    _check_train_cell(train_cell, owner)
+    step, keep = _checked_step(step, owner), check_positive_int("keep", keep, owner)
     folder.mkdir(parents=True, exist_ok=True)
     path = _path(folder, step)
-    partial = path.with_suffix(".partial.ckpt")  # MindSpore itself writes to step_<step>.partial.tmp first
+    # A name of this process, which another one that saves into the folder leaves alone.
+    partial = path.with_suffix(f".{platform.node()}-{os.getpid()}.partial.ckpt")
     try:
-        mindspore.save_checkpoint(train_cell, str(partial), append_dict={_STEP: int(step)}, crc_check=True)
+        mindspore.save_checkpoint(train_cell, str(partial), append_dict={_STEP: step}, crc_check=True)
         _flush(partial)
         os.replace(partial, path)
         _flush(folder)
@@ -80,7 +87,8 @@ def save_train_state(folder: Union[str, Path], train_cell: nn.Cell, step: int, k
             f"The checkpoint {path} could not be written: {error}. Older checkpoints in {folder} are untouched."
         ) from error
     _remove_partial(folder)
-    for old in _saved_steps(folder)[:-keep]:
+    # Newer ones are of another process, or of steps that this one went back behind.
+    for old in [saved for saved in _saved_steps(folder) if saved <= step][:-keep]:
         _path(folder, old).unlink(missing_ok=True)
     return path
 
@@ -99,7 +107,9 @@ def load_train_state(folder: Union[str, Path], train_cell: nn.Cell, step: Option
         The number of steps that the train cell has made: 0, and nothing is loaded, if no rank has a checkpoint.
 
     Raises:
+        TypeError: if `train_cell` is not a Cell, or another argument has the wrong type.
         FileNotFoundError: if there is no checkpoint of `step`.
+        NotADirectoryError: if `folder` is a file.
         ValueError: if the file is damaged, of another train cell or of another step. The message names the file
             and, unless bytes in it were changed, the Parameter; the train cell is as it was.
         RuntimeError: if ranks have checkpoints, but none of a step that all have.
@@ -118,13 +128,14 @@ def load_train_state(folder: Union[str, Path], train_cell: nn.Cell, step: Option
         ...     load_train_state(folder, train_cell)
         0
     """
-    folder = _folder_of_rank(folder)
-    if step is None:
-        step = _newest_common(folder)
+    owner = "load_train_state"
+    folder = _folder_of_rank(folder, owner)
+    _check_train_cell(train_cell, owner)
+    step = _newest_common(folder) if step is None else _checked_step(step, owner)
     if step == 0:
         return 0
     path = _path(folder, step)
-    if not path.exists():
+    if not path.is_file():
         raise FileNotFoundError(f"There is no checkpoint {path}; saved are the steps {_saved_steps(folder)}.")
     saved = _read(path)
     _check_fits(path, saved, step, {p.name: p for p in train_cell.get_parameters()})
@@ -134,8 +145,25 @@ def load_train_state(folder: Union[str, Path], train_cell: nn.Cell, step: Option
     return step
 
 
-def _folder_of_rank(folder: Union[str, Path]) -> Path:
-    return Path(folder) / f"rank_{rank()}" if world_size() > 1 else Path(folder)
+def _folder_of_rank(folder: Union[str, Path], owner: str) -> Path:
+    folder = checked_path("folder", folder, owner)
+    if world_size() > 1:
+        folder = folder / f"rank_{rank()}"
+    if folder.exists() and not folder.is_dir():
+        raise NotADirectoryError(f"For '{owner}', 'folder' must be a folder, but {folder} is a file.")
+    return folder
+
+
+def _check_train_cell(train_cell: Any, owner: str) -> None:
+    if not isinstance(train_cell, nn.Cell):
+        raise TypeError(f"For '{owner}', 'train_cell' must be a Cell, but got {train_cell!r:.80}.")
+
+
+def _checked_step(step: Any, owner: str) -> int:
+    step = check_positive_int("step", step, owner)
+    if step > _LARGEST_STEP:
+        raise ValueError(f"For '{owner}', 'step' must be at most {_LARGEST_STEP}, but got a larger number.")
+    return step
 
 
 def _path(folder: Path, step: int) -> Path:
@@ -143,14 +171,30 @@ def _path(folder: Path, step: int) -> Path:
 
 
 def _saved_steps(folder: Path) -> list[int]:
-    names = [_NAME.fullmatch(path.name) for path in folder.iterdir()] if folder.is_dir() else []
+    files = [path.name for path in folder.iterdir() if path.is_file()] if folder.is_dir() else []
+    names = [_NAME.fullmatch(file) for file in files]
     return sorted(int(name.group(1)) for name in names if name)
 
 
 def _remove_partial(folder: Path) -> None:
-    """Remove what interrupted saves left."""
+    """Remove what this process and interrupted saves on this machine left."""
     for path in folder.glob("step_*.partial.*"):
-        path.unlink(missing_ok=True)
+        name = _PARTIAL.fullmatch(path.name)
+        if name and (name["host"] is None or (name["host"] == platform.node() and not _saves(int(name["process"])))):
+            path.unlink(missing_ok=True)
+
+
+def _saves(process: int) -> bool:
+    """Return whether another process that runs has this number."""
+    if process == os.getpid():
+        return False
+    try:
+        os.kill(process, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:
+        pass
+    return True
 
 
 def _flush(path: Path) -> None:
@@ -166,10 +210,11 @@ def _newest_common(folder: Path) -> int:
     steps = _saved_steps(folder)
     if world_size() == 1:
         return steps[-1] if steps else 0
-    offered = np.zeros(_OFFERED, np.int32)
     newest = steps[-_OFFERED:]
-    offered[: len(newest)] = newest
-    by_rank = [{int(step) for step in row if step} for row in gather(offered)]
+    # As pairs of int32, all that every backend can gather.
+    offered = np.array([divmod(step, 2**31) for step in newest + [0] * (_OFFERED - len(newest))], np.int64)
+    rows = gather(offered.astype(np.uint32).view(np.int32).reshape(-1)).view(np.uint32).reshape(-1, _OFFERED, 2)
+    by_rank = [{int(high) * 2**31 + int(low) for high, low in row if high or low} for row in rows]
     common = set.intersection(*by_rank)
     if not common and any(by_rank):
         listing = {number: sorted(own) for number, own in enumerate(by_rank)}
@@ -181,43 +226,13 @@ def _newest_common(folder: Path) -> int:
 
 
 def _read(path: Path) -> dict[str, Any]:
-    cut = _cut_off_at(path)
+    cut = cut_off_at(path)
     if cut is not None:
         raise ValueError(f"The checkpoint {path} is damaged: it is cut off at {cut}. Use an older one.")
     try:
         return mindspore.load_checkpoint(str(path), crc_check=True)
     except Exception as error:
         raise ValueError(f"The checkpoint {path} is damaged: {error}. Use an older one.") from error
-
-
-def _cut_off_at(path: Path) -> Optional[str]:
-    """Return what a file of MindSpore's checkpoint format breaks off at, None if it ends with its checksum.
-
-    The format is a row of protobuf records, each ``0x0A, varint length, (0x0A, varint length, name), value``, and
-    then ``crc_num`` and ten bytes. MindSpore itself reads a file that ends between two records as a smaller one.
-    """
-    content = memoryview(path.read_bytes())
-    position, name = 0, "its start"
-    while position < len(content) and bytes(content[position : position + 7]) != b"crc_num":
-        try:
-            length, start = _varint(content, position + 1)
-            name_length, name_start = _varint(content, start + 1)
-            name = repr(bytes(content[name_start : name_start + name_length]).decode())
-        except (IndexError, UnicodeDecodeError):
-            return f"{name} or behind it"
-        position = start + length
-        if position > len(content):
-            return name
-    return None if position + 17 == len(content) else f"{name} or behind it"
-
-
-def _varint(content: memoryview, position: int) -> tuple[int, int]:
-    """Return a number of protobuf's variable length, and the position behind it."""
-    value = shift = 0
-    while content[position] & 0x80:
-        value |= (content[position] & 0x7F) << shift
-        position, shift = position + 1, shift + 7
-    return value | content[position] << shift, position + 1
 
 
 def _check_fits(path: Path, saved: dict[str, Any], step: int, wanted: dict[str, Parameter]) -> None:

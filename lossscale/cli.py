@@ -14,8 +14,8 @@ import numpy as np
 from mindspore import Tensor, nn
 
 import lossscale
-from lossscale.history import read_history, summarize
-from lossscale.plot import plot_history
+from lossscale.figures import checked_picture
+from lossscale.monitor import plot_history, read_history, summarize
 
 _KINDS = {
     "native": "native kernel, all gradients in one op and one pass",
@@ -46,14 +46,12 @@ def main(arguments: Optional[Sequence[str]] = None) -> int:
     if options.command == "doctor":
         return doctor()
     try:
-        return run_report(options.history, None if options.no_plot else options.output or _picture(options.history))
+        return run_report(
+            options.history, None if options.no_plot else options.output or options.history.with_suffix(".png")
+        )
     except (OSError, ValueError, ImportError) as error:
         print(f"lossscale report: error: {error}", file=sys.stderr)
         return 1
-
-
-def _picture(history: Path) -> Path:
-    return history.with_suffix(".png")
 
 
 def run_report(history: Path, picture: Optional[Path]) -> int:
@@ -65,6 +63,7 @@ def run_report(history: Path, picture: Optional[Path]) -> int:
         print(f"lossscale report: warning: {warning.message}", file=sys.stderr)
     print(summarize(records))
     if picture is not None:
+        picture = checked_picture(picture, "lossscale report", history)
         print(f"picture     {plot_history(records, picture)}")
     return 0
 

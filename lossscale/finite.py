@@ -1,45 +1,12 @@
-"""Are all values finite, and if not, which gradients are to blame?"""
+"""Which gradients hold inf or nan, and how many? Read on the host."""
 
 from collections.abc import Sequence
 from typing import Any, NamedTuple, Optional, Union
 
 import numpy as np
-from mindspore import Parameter, Tensor, ops
+from mindspore import Parameter, Tensor
 from mindspore import dtype as mstype
 from mindspore.common.sparse_tensor import RowTensorInner
-
-from cells.scaler_arithmetic import overflows
-from cells.trees import flatten
-
-
-def all_finite(inputs: Any) -> Tensor:
-    """Return whether no value of any Tensor is inf or nan.
-
-    Works eagerly and inside `@ms.jit` and `construct`, without reading the device. On CPU it is exact for every
-    floating dtype; on Ascend and GPU it is `mindspore.amp.all_finite`, whose result depends on the device there.
-
-    Args:
-        inputs: a Tensor, or Tensors in nested tuples, lists and dicts.
-
-    Returns:
-        Tensor, bool, shape (). True where `inputs` holds no Tensor at all.
-
-    Raises:
-        TypeError: if something else than Tensors, tuples, lists and dicts is in `inputs`.
-
-    Supported Platforms:
-        ``Ascend`` ``GPU`` ``CPU``
-
-    Examples:
-        >>> from lossscale import all_finite
-        >>> from mindspore import Tensor
-        >>> print(all_finite((Tensor([1.0, 2.0]), [Tensor(float("inf"))])))
-        False
-    """
-    tensors = flatten(inputs)
-    if len(tensors) == 0:
-        return Tensor(True, mstype.bool_)
-    return ops.logical_not(overflows(tensors))
 
 
 class NonfiniteGradient(NamedTuple):
@@ -97,10 +64,14 @@ def find_nonfinite(
     """
     if not isinstance(grads, (tuple, list)):
         raise TypeError(f"'grads' must be a tuple or list of Tensors, but got {type(grads).__name__}; write (grad,).")
+    if names is not None and not isinstance(names, (tuple, list)):
+        raise TypeError(f"'names' must be a tuple or list of names or Parameters, but got {type(names).__name__}.")
     if names is None:
         names = [str(number) for number in range(len(grads))]
     if len(names) != len(grads):
-        raise ValueError(f"There must be one name for each gradient, but got {len(names)} for {len(grads)}.")
+        raise ValueError(f"'names' must hold one name for each gradient, but got {len(names)} for {len(grads)}.")
+    if not all(isinstance(name, (str, Parameter)) for name in names):
+        raise TypeError("'names' must hold names or Parameters, but got something else.")
     found = []
     for grad, name in zip(grads, names):
         values = _to_numpy(grad)
@@ -118,7 +89,7 @@ def _to_numpy(grad: Any) -> np.ndarray:
     if isinstance(grad, RowTensorInner):
         grad = grad.values
     if not isinstance(grad, Tensor):
-        raise TypeError(f"'grads' must hold Tensors, but got {grad!r} of type {type(grad).__name__}.")
+        raise TypeError(f"'grads' must hold Tensors, but got a value of type {type(grad).__name__}.")
     if grad.dtype == mstype.bfloat16:  # numpy has no such type
         grad = grad.astype(mstype.float32)
     return grad.asnumpy()

@@ -5,7 +5,7 @@ from typing import Any, Optional
 import mindspore
 from mindspore import nn
 
-from lossscale.train_network import build_scaled, check_known, manager_of_level
+from lossscale.train_network import build_scaled, check_known, check_level, check_loss_fn, manager_of_level
 
 _KNOWN_ARGUMENTS = ("loss_scale_manager", "keep_batchnorm_fp32", "boost_config_dict", "acc_level")
 
@@ -39,6 +39,7 @@ class Model(mindspore.Model):
         'TrainOneStepWithLossScaleCell'
     """
 
+    _optimizer: Any
     _loss_scale_manager: Any
     _loss_scale_manager_set: bool
 
@@ -55,6 +56,9 @@ class Model(mindspore.Model):
         **kwargs: Any,
     ):
         check_known(kwargs, _KNOWN_ARGUMENTS, "Model")
+        check_loss_fn(loss_fn, "Model")
+        check_level("amp_level", amp_level, "Model")
+        check_level("boost_level", boost_level, "Model")
         super().__init__(
             network, loss_fn, optimizer, metrics, eval_network, eval_indexes, amp_level, boost_level, **kwargs
         )
@@ -67,11 +71,13 @@ class Model(mindspore.Model):
             self._loss_scale_manager_set = True
         manager = self._loss_scale_manager
 
-        def build(stock_manager):
-            self._loss_scale_manager = stock_manager
+        optimizer = self._optimizer
+
+        def build(stock_optimizer, stock_manager):
+            self._optimizer, self._loss_scale_manager = stock_optimizer, stock_manager
             try:
                 return super(Model, self)._build_train_network()
             finally:
-                self._loss_scale_manager = manager
+                self._optimizer, self._loss_scale_manager = optimizer, manager
 
         return build_scaled(build, self._network, self._optimizer, manager, self._boost_level)

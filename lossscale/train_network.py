@@ -1,8 +1,9 @@
 """Build a train cell from a network, an optimizer and a manager, as `mindspore.amp.build_train_network` does."""
 
+import warnings
 from typing import Any, Callable, Optional
 
-from mindspore import amp, boost, context, nn
+from mindspore import amp, boost, context, experimental, nn
 from mindspore.train.loss_scale_manager import LossScaleManager as _MindSporeLossScaleManager
 
 from cells import TrainOneStepWithLossScaleCell
@@ -26,7 +27,8 @@ def build_train_network(
 
     Args:
         network: the network, with the loss inside where `loss_fn` is None. It is cast in place.
-        optimizer: updates the parameters of the network.
+        optimizer: updates the parameters of the network; of `mindspore.nn`, `mindspore.experimental.optim` or
+            `mindspore.mint.optim`.
         loss_fn: the loss function. Default: None.
         level: mixed-precision level, "O0" (none), "O1", "O2", "O3" or "auto". "O2" brings a new
             `DynamicLossScaleManager()` of its own. Default: "O0".
@@ -55,11 +57,14 @@ def build_train_network(
         'TrainOneStepWithLossScaleCell'
     """
     check_known(kwargs, _KNOWN_ARGUMENTS, "build_train_network")
+    check_loss_fn(loss_fn, "build_train_network")
+    check_level("level", level, "build_train_network")
+    check_level("boost_level", boost_level, "build_train_network")
     manager = kwargs.pop("loss_scale_manager") if "loss_scale_manager" in kwargs else manager_of_level(level)
 
-    def build(stock_manager):
+    def build(stock_optimizer, stock_manager):
         return amp.build_train_network(
-            network, optimizer, loss_fn, level, boost_level, loss_scale_manager=stock_manager, **kwargs
+            network, stock_optimizer, loss_fn, level, boost_level, loss_scale_manager=stock_manager, **kwargs
         )
 
     return build_scaled(build, network, optimizer, manager, boost_level)
@@ -71,7 +76,7 @@ def manager_of_level(level: str) -> Optional[LossScaleManager]:
 
 
 def build_scaled(
-    build: Callable[[Optional[Any]], nn.Cell],
+    build: Callable[[nn.Cell, Optional[Any]], nn.Cell],
     network: nn.Cell,
     optimizer: nn.Cell,
     manager: Optional[Any],
@@ -80,19 +85,41 @@ def build_scaled(
     """Return the train cell that MindSpore's `build` makes, with this library's train step where that applies.
 
     Args:
-        build: MindSpore's own builder, a function of the manager to use. It is called once, after all checks.
+        build: MindSpore's own builder, a function of optimizer and manager. It is called once, after all checks.
     """
+    for name, cell in (("network", network), ("optimizer", optimizer)):
+        if not isinstance(cell, nn.Cell):
+            raise TypeError(f"'{name}' must be a Cell, but got {cell!r:.80} of type {type(cell).__name__}.")
     update_cell = _checked_update_cell(network, optimizer, manager, boost_level)
+    of_nn = not isinstance(optimizer, experimental.optim.Optimizer)
+    if update_cell is None and (of_nn or boost_level != "O0" or _reason_for_accumulation(network) is not None):
+        return build(optimizer, manager)
+    # MindSpore's builder casts the network and adds the loss, and refuses optimizers that are not of mindspore.nn. It
+    # gets a stand-in without state for those, and the optimizer itself goes into a train cell made here.
+    plain = build(optimizer if of_nn else nn.Optimizer(1.0, list(optimizer.parameters)), None)
     if update_cell is None:
-        return build(manager)
-    plain = build(None)
-    train_cell = TrainOneStepWithLossScaleCell(plain.network, optimizer, update_cell).set_train()
+        sens = 1.0 if manager is None else manager.get_loss_scale()
+        train_cell = nn.TrainOneStepCell(plain.network, optimizer, sens).set_train()
+    else:
+        train_cell = TrainOneStepWithLossScaleCell(plain.network, optimizer, update_cell).set_train()
     inputs = plain.get_inputs()
     if isinstance(inputs, dict):  # MindSpore keeps inputs that were set by name as a dict
         train_cell.set_inputs(**inputs)
     elif inputs is not None:
         train_cell.set_inputs(*inputs)
     return train_cell
+
+
+def check_loss_fn(loss_fn: Any, owner: str) -> None:
+    """Raise TypeError if `loss_fn` is neither None nor something to call."""
+    if loss_fn is not None and (isinstance(loss_fn, type) or not callable(loss_fn)):
+        raise TypeError(f"For '{owner}', 'loss_fn' must be a Cell, a function or None, but got {loss_fn!r:.80}.")
+
+
+def check_level(name: str, level: Any, owner: str) -> None:
+    """Raise TypeError if a level is no string; which ones there are, MindSpore knows."""
+    if not isinstance(level, str):
+        raise TypeError(f"For '{owner}', '{name}' must be a string such as 'O2', but got {level!r:.80}.")
 
 
 def check_known(kwargs: dict, known: tuple, owner: str) -> None:
@@ -110,12 +137,9 @@ def _checked_update_cell(
         return None
     if not isinstance(manager, (_MindSporeLossScaleManager, boost.GroupLossScaleManager)):
         raise TypeError(
-            f"'loss_scale_manager' must be a LossScaleManager or None, but got {manager!r} of type "
+            f"'loss_scale_manager' must be a LossScaleManager or None, but got {manager!r:.80} of type "
             f"{type(manager).__name__}. Write FixedLossScaleManager(1024.0) for a fixed scale."
         )
-    for name, cell in (("network", network), ("optimizer", optimizer)):
-        if not isinstance(cell, nn.Cell):
-            raise TypeError(f"'{name}' must be a Cell, but got {cell!r} of type {type(cell).__name__}.")
     reason = _reason_for_stock(network, optimizer, manager, boost_level)
     update_cell = manager.get_update_cell()
     if update_cell is None:
@@ -130,6 +154,9 @@ def _checked_update_cell(
             f"{reason} is left to MindSpore's own train cells, which can't skip overflowing steps on CPU. Use "
             "loss_scale_manager=None here, or train without it."
         )
+    warnings.warn(
+        f"{reason} is left to MindSpore's own train cells, without what this library adds to them.", stacklevel=4
+    )
     return None
 
 
@@ -139,11 +166,13 @@ def _reason_for_stock(network: nn.Cell, optimizer: nn.Cell, manager: Any, boost_
         return f"boost_level={boost_level!r}"
     if isinstance(manager, boost.GroupLossScaleManager):
         return "GroupLossScaleManager"
-    if not isinstance(optimizer, nn.Optimizer):
+    if not isinstance(optimizer, (nn.Optimizer, experimental.optim.Optimizer)):
         return f"The optimizer wrapper {type(optimizer).__name__}"
     accumulation = _reason_for_accumulation(network)
     if accumulation is not None:
         return accumulation
+    if any(cell.cls_name in ("PipelineCell", "Pipeline") for _, cell in network.cells_and_names()):
+        return "A pipeline cell inside the network"
     mode = context.get_auto_parallel_context("parallel_mode")
     if mode not in ("stand_alone", "data_parallel"):
         return f"Parallel mode {mode!r}"
@@ -163,10 +192,13 @@ def _check_optimizer_unscales(optimizer: nn.Cell, manager: Any) -> None:
     scale = manager.get_loss_scale()
     divisor = _optimizer_divisor(optimizer)
     if divisor != scale:
-        raise ValueError(
-            f"The manager does not drop overflowing updates, so the optimizer must divide by the loss scale "
-            f"{scale:g}, but it was built with loss_scale={divisor:g}. Build it with loss_scale={scale:g}; for an "
-            "optimizer that has no such argument use CustomTrainOneStepCell, or drop_overflow_update=True."
+        warnings.warn(
+            f"The manager does not drop overflowing updates, so the optimizer must divide by the loss scale {scale:g}, "
+            f"but it was built with loss_scale={divisor:g}: the effective learning rate is {scale / divisor:g} times "
+            f"that of the optimizer. Build it with loss_scale={scale:g}; for an optimizer that has no such argument "
+            "use CustomTrainOneStepCell, or drop_overflow_update=True.",
+            UserWarning,
+            stacklevel=5,
         )
 
 

@@ -28,7 +28,7 @@ def doctests():
 def test_docstring_runs(test):
     flags = doctest.NORMALIZE_WHITESPACE | doctest.ELLIPSIS
     report = []
-    doctest.DocTestRunner(optionflags=flags).run(test, out=report.append)
+    doctest.DocTestRunner(verbose=False, optionflags=flags).run(test, out=report.append)
     assert not report, "".join(report)
 
 

@@ -100,7 +100,10 @@ def test_lenet_names_a_missing_file(mnist_folder):
     assert "Traceback" not in message
 
 
-@pytest.mark.parametrize("content", [b"", b"not an idx file", idx(np.zeros((3, 28, 28), np.uint8))[:-1]])
+BROKEN = [b"", b"not an idx file", idx(np.zeros((3, 28, 28), np.uint8))[:-1]]
+
+
+@pytest.mark.parametrize("content", [*[pytest.param(each, marks=pytest.mark.slow) for each in BROKEN[:2]], BROKEN[2]])
 def test_lenet_names_a_broken_file(mnist_folder, content):
     broken = mnist_folder / "train-images-idx3-ubyte"
     broken.write_bytes(content)

@@ -51,20 +51,27 @@ def dynamic():
 
 
 @pytest.mark.parametrize("make", [fixed, fixed_keep, dynamic])
-def test_model_with_a_manager(mode, make):
+def test_model_with_a_manager_trains_as_without(mode, make):
     manager, options = make()
-    net, record = mlp(), Record()
+    nets, record = (mlp(), mlp()), Record()
+    copy_parameters(*nets)
+    start = nets[0].trainable_params()[0].asnumpy().copy()
     model = Model(
-        net,
+        nets[0],
         nn.MSELoss(),
-        momentum(net, **options),
+        momentum(nets[0], **options),
         metrics={"loss": nn.Loss()},
         amp_level="O0",
         loss_scale_manager=manager,
     )
     model.train(epoch=3, train_dataset=dataset(), callbacks=[LossMonitor(), record], dataset_sink_mode=False)
+    plain = ms.Model(nets[1], nn.MSELoss(), momentum(nets[1]))
+    plain.train(epoch=3, train_dataset=dataset(), dataset_sink_mode=False)
     losses = [step[0] for step in record.numbers()]
     assert sum(losses[-4:]) < sum(losses[:4])
+    for scaled, unscaled in zip(*(net.trainable_params() for net in nets)):
+        np.testing.assert_allclose(scaled.asnumpy(), unscaled.asnumpy(), rtol=1e-5, atol=1e-7)
+    assert not same_bits(start, nets[0].trainable_params()[0].asnumpy())
 
 
 def test_custom_train_step_in_a_loop_and_in_model(mode):

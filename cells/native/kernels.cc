@@ -387,22 +387,23 @@ void SetFloatingPointMode(uint64_t) {}
 ExactSubnormals::ExactSubnormals() : saved_(FloatingPointMode()) { SetFloatingPointMode(saved_ & ~kFlushing); }
 
 void MultiplyAndCheck(double factor, const std::vector<Input> &inputs, void *const *outputs, bool *flags,
-                      double *sum_of_squares) {
+                      double *sums_of_squares) {
   std::vector<Block> blocks = BlocksOf(inputs, [](const Input &input) { return input.size; });
   const bool stream = outputs != nullptr && ValuesIn(blocks) > kStreamValues;
   const ExactSubnormals exact;
   ForEach(&blocks, [&](Block *block) {
     void *out = outputs == nullptr ? nullptr : outputs[block->index];
-    MultiplyBest(inputs[block->index], factor, out, stream, sum_of_squares != nullptr, block);
+    MultiplyBest(inputs[block->index], factor, out, stream, sums_of_squares != nullptr, block);
   });
   std::fill(flags, flags + inputs.size(), false);
-  double total = 0;
+  if (sums_of_squares != nullptr) {
+    std::fill(sums_of_squares, sums_of_squares + inputs.size(), 0.0);
+  }
   for (const Block &block : blocks) {
     flags[block.index] |= block.nonfinite;
-    total += block.sum_of_squares;
-  }
-  if (sum_of_squares != nullptr) {
-    *sum_of_squares = total;
+    if (sums_of_squares != nullptr) {
+      sums_of_squares[block.index] += block.sum_of_squares;
+    }
   }
 }
 
@@ -418,26 +419,6 @@ void ApplyAdamWeightDecay(double factor, const AdamConstants &constants, const s
   ForEach(&blocks, [&](Block *block) {
     AdamBest(tensors[block->index], factor, constants, block->begin, block->end);
   });
-}
-
-void UpdateScale(bool overflow, const ScaleRule &rule, const ScaleState &state) {
-  const ExactSubnormals exact;
-  const bool window_is_full = *state.step - *state.last >= rule.scale_window;
-  const int32_t in_a_row = overflow ? *state.in_a_row + 1 : 0;
-  const float scale = *state.loss_scale;
-  if (overflow) {
-    if (in_a_row >= rule.hysteresis) {
-      *state.loss_scale = std::min(scale, std::max(scale * rule.backoff_factor, rule.min_loss_scale));
-    }
-    *state.total += 1;
-  } else if (window_is_full && std::isfinite(scale * rule.scale_factor)) {
-    *state.loss_scale = std::max(scale, std::min(scale * rule.scale_factor, rule.max_loss_scale));
-  }
-  if (overflow || window_is_full) {
-    *state.last = *state.step;
-  }
-  *state.in_a_row = in_a_row;
-  *state.step += 1;
 }
 
 }  // namespace lossscale

@@ -33,10 +33,10 @@ class ExactSubnormals {
 };
 
 // flags[i] = any value of inputs[i] * factor is inf or nan. With `outputs` the products are written there, in
-// float32 (float64 for float64). With `sum_of_squares` (double[1]) it receives that of all products.
+// float32 (float64 for float64). With `sums_of_squares` (double[n]) it receives those of each input's products.
 // The factor is rounded to float32 for all but float64.
 void MultiplyAndCheck(double factor, const std::vector<Input> &inputs, void *const *outputs, bool *flags,
-                      double *sum_of_squares);
+                      double *sums_of_squares);
 
 // One tensor of an optimizer: float32 weight and state, all of gradient.size values.
 struct MomentumTensor {
@@ -66,26 +66,6 @@ struct AdamConstants {
 // thread's floating-point mode, like the host's own optimizers.
 void ApplyMomentum(double factor, float momentum, const std::vector<MomentumTensor> &tensors);
 void ApplyAdamWeightDecay(double factor, const AdamConstants &constants, const std::vector<AdamTensor> &tensors);
-
-// The rule of a dynamic loss scale, in float32; see cells/rule.py, which has it as ops.
-struct ScaleRule {
-  float scale_factor;
-  float backoff_factor;
-  float min_loss_scale;
-  float max_loss_scale;
-  int32_t scale_window;
-  int32_t hysteresis;
-};
-
-struct ScaleState {
-  float *loss_scale;
-  int32_t *step;           // number of the step that runs now
-  int32_t *last;           // step of the last overflow or growth
-  int32_t *in_a_row;       // overflows in a row up to the last step
-  int32_t *total;          // overflows in all
-};
-
-void UpdateScale(bool overflow, const ScaleRule &rule, const ScaleState &state);
 
 }  // namespace lossscale
 

@@ -75,6 +75,27 @@ def test_float16_weights_are_averaged_in_float32(mode):
     np.testing.assert_allclose(ema.shadows[0].asnumpy(), [2 - 0.999**3], rtol=1e-5)
 
 
+def test_float64_weights_are_averaged_in_float64(mode):
+    weight = ms.Parameter(Tensor([1 + 2.0**-40], ms.float64), name="w")
+    ema = EMA(0.5, [weight])
+    ms.ops.assign(weight, Tensor([1 + 2.0**-39], ms.float64))
+    ema()
+    assert ema.shadows[0].asnumpy().tolist() == [1 + 1.5 * 2.0**-40]
+
+
+def test_an_error_while_evaluating_gives_the_weights_back(mode):
+    weight = ms.Parameter(Tensor([1.0]), name="w")
+    ema = EMA(0.5, [weight])
+    ms.ops.assign(weight, Tensor([3.0]))
+    ema()
+    with pytest.raises(KeyboardInterrupt), ema.applied():
+        assert weight.asnumpy().tolist() == [2.0]
+        raise KeyboardInterrupt
+    assert weight.asnumpy().tolist() == [3.0]
+    with ema.applied():  # and can be applied again
+        assert weight.asnumpy().tolist() == [2.0]
+
+
 @pytest.mark.parametrize(
     ("decay", "error"), [(1.0, ValueError), (-0.1, ValueError), (float("nan"), ValueError), ("0.9", TypeError)]
 )

@@ -6,7 +6,15 @@ import pytest
 from mindspore import Parameter, Tensor, nn, ops
 
 import cells.backward
-from lossscale import DynamicLossScaleUpdateCell, FixedLossScaleUpdateCell, TrainOneStepWithLossScaleCell
+from cells.native import library_path
+from lossscale import (
+    EMA,
+    ClipByGlobalNorm,
+    CustomTrainOneStepCell,
+    DynamicLossScaleUpdateCell,
+    FixedLossScaleUpdateCell,
+    TrainOneStepWithLossScaleCell,
+)
 from tests.nets import GradientsAsGiven, Poisoned, batch, mlp
 from tests.oracles import parameters, same_bits
 
@@ -38,22 +46,22 @@ def poison(place, value):
 
 
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
-@pytest.mark.parametrize(("place", "value"), [(0, np.inf), (3, np.nan), (2, -np.inf)])
-def test_overflow_leaves_everything_but_the_scale(mode, optimizer, place, value):
+def test_overflow_leaves_everything_but_the_scale(mode, optimizer):
     step = poisoned_step(DynamicLossScaleUpdateCell(1024.0, 2, 100), OPTIMIZERS[optimizer])
     x, y = batch()
     step(x, y, NO_POISON)
-    before = parameters(step)
-    _, overflow, loss_scale = step(x, y, poison(place, value))
-    after = parameters(step)
-    assert bool(overflow)
-    assert (float(loss_scale), float(after["scale_sense"])) == (512.0, 512.0)
     counters = {"scale_sense", "current_iterator_step", "last_overflow_iterator_step"}
     counters |= {"consecutive_overflows", "total_overflows"}
-    assert all(same_bits(before[name], after[name]) for name in set(before) - counters)
-    step(x, y, NO_POISON)
-    moved = parameters(step)
-    assert not same_bits(before["0.weight"], moved["0.weight"])
+    scale = 1024.0
+    for place, value in ((0, np.inf), (3, np.nan), (2, -np.inf)):
+        before = parameters(step)
+        _, overflow, loss_scale = step(x, y, poison(place, value))
+        after, scale = parameters(step), scale / 2
+        assert bool(overflow)
+        assert (float(loss_scale), float(after["scale_sense"])) == (scale, scale)
+        assert all(same_bits(before[name], after[name]) for name in set(before) - counters)
+        step(x, y, NO_POISON)
+        assert not same_bits(before["0.weight"], parameters(step)["0.weight"])
 
 
 def test_outputs_are_values_of_their_own(mode):
@@ -77,16 +85,19 @@ def test_the_loss_is_not_scaled(mode):
     assert float(step(x, y, NO_POISON)[0]) == pytest.approx(expected, rel=1e-6)
 
 
-@pytest.mark.parametrize("scale", [1, 3, 0.25, 2.0**24, 2.0**126, 2.0**127])
-def test_every_gradient_reaches_the_optimizer_at_its_true_size(mode, scale):
+def test_every_gradient_reaches_the_optimizer_at_its_true_size(mode):
     rng = np.random.default_rng(0)
     grads = [rng.standard_normal(shape).astype(np.float32) * 0.01 for shape in [(4, 3), (3,), (1,)]]
-    step = given_step([np.zeros_like(g) for g in grads], Tensor(scale, ms.float32))
-    _, overflow, _ = step(*[Tensor(g) for g in grads])
-    assert not bool(overflow)
-    seed = np.float32(min(scale, 2.0**126))
-    for weight, grad in zip(step.weights, grads):
-        np.testing.assert_array_equal(-weight.asnumpy(), (grad * seed) * (np.float32(1) / seed))
+    step = given_step([np.zeros_like(g) for g in grads], Tensor(1, ms.int32))
+    for scale in (1, 3, 0.25, 2.0**24, 2.0**126, 2.0**127):
+        step.set_sense_scale(Tensor(scale, ms.float32))
+        for weight in step.weights:
+            ops.assign(weight, ops.zeros_like(weight))
+        _, overflow, _ = step(*[Tensor(g) for g in grads])
+        assert not bool(overflow)
+        seed = np.float32(min(scale, 2.0**126))
+        for weight, grad in zip(step.weights, grads):
+            np.testing.assert_array_equal(-weight.asnumpy(), (grad * seed) * (np.float32(1) / seed))
 
 
 def test_float16_gradients_that_would_vanish_in_float16(mode):
@@ -108,6 +119,68 @@ def test_parameters_in_float16_are_checked_in_float16(mode):
     assert same_bits(before, step.weights[0].asnumpy())
 
 
+class CastsUp(GradientsAsGiven):
+    """Computes in float32 from float16 weights, whose gradients can be finite until they are unscaled."""
+
+    def construct(self, grad):
+        return (self.w[0].astype(ms.float32) * grad).sum()
+
+
+@pytest.mark.parametrize("options", [{"clip_grad": ClipByGlobalNorm(1e9)}, {"outputs": ("overflow", "grad_norm")}])
+def test_float16_weights_are_checked_in_float16_when_the_norm_is_taken(mode, options):
+    net = CastsUp([np.zeros(2, np.float32)], [ms.float16])
+    step = TrainOneStepWithLossScaleCell(net, nn.SGD(list(net.w), 1.0), Tensor(2.0**-10), **options)
+    place = 0 if "outputs" in options else 1
+    assert not bool(step(Tensor(np.float32([8.0, 0.0])))[place])
+    assert bool(step(Tensor(np.float32([1e6, 0.0])))[place])  # finite in float32, inf in float16
+    assert net.w[0].asnumpy().tolist() == [-8, 0]
+    assert step.nonfinite_parameters() == ["w0"]
+
+
+class MeanOfTwo(nn.Cell):
+    """Stands in for the mean over two devices with the same gradients."""
+
+    def construct(self, grads):
+        return ((grads[0] + grads[0]) / 2,)
+
+
+def test_float16_gradients_are_summed_over_devices_in_float32(mode):
+    step = given_step([np.zeros(1, np.float32)], Tensor(1.0), [ms.float16])
+    step.grad_reducer, step.reducer_flag = MeanOfTwo(), True
+    _, overflow, _ = step(Tensor(np.float32([60000.0])).astype(ms.float16))
+    assert (bool(overflow), step.weights[0].asnumpy().tolist()) == (False, [-60000])
+
+
+class OnlyScalars(nn.Cell):
+    """A clip that makes nan of every gradient whose shape is not ()."""
+
+    def construct(self, grads):
+        return (grads[0] if grads[0].shape == () else grads[0] * np.nan,)
+
+
+def test_a_scalar_weight_gets_a_scalar_gradient(mode):
+    net = GradientsAsGiven([np.float32(2.0)])
+    step = TrainOneStepWithLossScaleCell(net, nn.SGD(list(net.w), 1.0), Tensor(8.0), clip_grad=OnlyScalars())
+    step(Tensor(0.5))
+    assert (net.w[0].shape, float(net.w[0].asnumpy())) == ((), 1.5)
+
+
+def test_the_scale_is_not_trained():
+    step = given_step([np.zeros(2, np.float32)], Tensor(8.0))
+    names = [p.name for p in step.trainable_params()]
+    assert "w0" in names and "scale_sense" not in names
+
+
+@pytest.mark.parametrize("options", [{"drop_overflow_update": False}, {"clip_grad": ClipByGlobalNorm(1.0, 9.0)}])
+def test_an_overflow_is_named_whatever_decides_on_the_step(mode, options):
+    net = GradientsAsGiven([np.zeros(2, np.float32), np.zeros(1, np.float32)])
+    step = TrainOneStepWithLossScaleCell(net, nn.SGD(list(net.w), 1.0), Tensor(8.0), **options)
+    step(Tensor(np.float32([3, 4])), Tensor([0.0]))
+    assert step.nonfinite_parameters() == []
+    step(Tensor(np.float32([3, 4])), Tensor([np.inf]))
+    assert step.nonfinite_parameters() == ["w1"]
+
+
 def test_float64_gradients_stay_float64(mode):
     net = GradientsAsGiven([np.zeros(2)], [ms.float64])
     step = TrainOneStepWithLossScaleCell(net, KeepGradients(list(net.w)), Tensor(2.0**10))
@@ -127,20 +200,17 @@ class KeepGradients(nn.Optimizer):
         return ops.assign(self.kept, gradients[0])
 
 
-@pytest.mark.parametrize("dtype", [ms.int32, ms.int64, ms.float16, ms.float32, ms.float64, ms.bfloat16], ids=str)
 @pytest.mark.parametrize("shape", [(), (1,)], ids=str)
-def test_scale_of_any_numeric_dtype_keeps_its_shape(mode, dtype, shape):
-    step = given_step([np.zeros(2, np.float32)], Tensor(np.full(shape, 8), ms.int32).astype(dtype))
-    scale = step.scale_sense
-    assert (scale.name, scale.dtype, scale.shape, float(scale.asnumpy().item())) == (
-        "scale_sense",
-        ms.float32,
-        shape,
-        8.0,
-    )
-    step.set_sense_scale(Tensor([16]).astype(dtype))
-    _, _, third = step(Tensor(np.float32([1, 2])))
-    assert (third.shape, third.dtype, float(third.asnumpy().item())) == (shape, ms.float32, 16.0)
+def test_scale_of_any_numeric_dtype_keeps_its_shape(mode, shape):
+    step = given_step([np.zeros(2, np.float32)], Tensor(np.ones(shape, np.float32)))
+    for place, dtype in enumerate([ms.int32, ms.int64, ms.float16, ms.float32, ms.float64, ms.bfloat16]):
+        eight = Tensor(np.full(shape, 8), ms.int32).astype(dtype)
+        scale = given_step([np.zeros(2, np.float32)], eight).scale_sense
+        assert (scale.name, scale.dtype, scale.shape) == ("scale_sense", ms.float32, shape)
+        assert float(scale.asnumpy().item()) == 8.0
+        step.set_sense_scale(Tensor([16 + place]).astype(dtype))
+        _, _, third = step(Tensor(np.float32([1, 2])))
+        assert (third.shape, third.dtype, float(third.asnumpy().item())) == (shape, ms.float32, 16.0 + place)
 
 
 def test_set_sense_scale_works_in_a_compiled_graph(mode):
@@ -216,7 +286,6 @@ class TestScaleOfTheCall:
         step = TrainOneStepWithLossScaleCell(
             net, nn.SGD(net.trainable_params(), 0.1), DynamicLossScaleUpdateCell(1024.0, 2, 2)
         )
-        assert step.inputs_with_scale == 3
         assert float(step(*batch(), Tensor([8.0]))[2].asnumpy().item()) == 8.0
 
     @pytest.mark.parametrize("scale", [Tensor([1.0, 2.0]), Tensor([[1.0]])], ids=str)
@@ -254,27 +323,55 @@ class Embedding(nn.Cell):
     def __init__(self):
         super().__init__()
         self.lookup = nn.EmbeddingLookup(20, 4, param_init="ones", target="CPU", sparse=True)
-        self.dense = nn.Dense(4, 1)
+        self.dense = nn.Dense(4, 1, weight_init="ones")
 
     def construct(self, ids, factor):
         return (self.dense(self.lookup(ids)) * factor).mean()
 
 
-def test_sparse_gradients_in_graph_mode():
-    ms.set_context(mode=ms.GRAPH_MODE)
+def sparse_step(scale, **options):
     net = Embedding()
-    optimizer = nn.LazyAdam(net.trainable_params(), 0.1)
+    optimizer = nn.LazyAdam(net.trainable_params(), 0.1, eps=1.0)  # so large that the size of a gradient is seen
     optimizer.target = "CPU"
-    step = TrainOneStepWithLossScaleCell(net, optimizer, DynamicLossScaleUpdateCell(1024.0, 2, 100))
-    table = net.lookup.embedding_table
-    before = table.asnumpy().copy()
-    _, overflow, _ = step(Tensor([1, 3, 3], ms.int32), Tensor(1.0))
-    moved = np.flatnonzero((table.asnumpy() != before).any(axis=1))
-    assert (moved.tolist(), bool(overflow)) == ([1, 3], False)
+    return TrainOneStepWithLossScaleCell(net, optimizer, DynamicLossScaleUpdateCell(scale, 2, 100), **options)
+
+
+def lazy_adam(grad, rate=0.1, eps=1.0):
+    """What the first step of Adam adds."""
+    root = np.sqrt(1 - 0.999)
+    return -rate * root * grad / (root * np.abs(grad) + eps)
+
+
+@pytest.mark.parametrize("scale", [1.0, 2.0**16])
+@pytest.mark.parametrize("backend", ["native", "plain"])
+def test_sparse_gradients_reach_the_optimizer_at_their_true_size(monkeypatch, backend, scale):
+    if backend == "native" and library_path() is None:
+        pytest.skip("the native kernel is not built")
+    monkeypatch.setenv("LOSSSCALE_BACKEND", backend)
+    ms.set_context(mode=ms.GRAPH_MODE)
+    step = sparse_step(scale)
+    table = step.network.lookup.embedding_table
+    _, overflow, _ = step(Tensor([1, 3, 3], ms.int32), Tensor(6.0))
+    expected = np.ones((20, 4))
+    expected[1] += lazy_adam(2.0)
+    expected[3] += lazy_adam(4.0)
+    np.testing.assert_allclose(table.asnumpy(), expected, rtol=1e-5)
     kept = table.asnumpy().copy()
-    _, overflow, scale = step(Tensor([2, 4, 5], ms.int32), Tensor(np.inf, ms.float32))
-    assert (bool(overflow), float(scale)) == (True, 512.0)
+    _, after, changed = step(Tensor([2, 4, 5], ms.int32), Tensor(np.inf, ms.float32))
+    assert (bool(overflow), bool(after), float(changed)) == (False, True, max(scale / 2, 1.0))
     assert same_bits(kept, table.asnumpy())
+    assert table.name in step.nonfinite_parameters()
+    step(Tensor([2, 2, 2], ms.int32), Tensor(1.0))
+    moved = np.flatnonzero((table.asnumpy() != kept).any(axis=1))
+    assert 2 in moved
+
+
+@pytest.mark.parametrize(
+    "options", [{"accumulate_steps": 2}, {"clip_grad": ClipByGlobalNorm(1.0)}, {"outputs": "grad_norm"}], ids=str
+)
+def test_what_sparse_gradients_exclude_is_refused(options):
+    with pytest.raises(ValueError, match=r"sparse gradients, which can be neither accumulated.*sparse=False"):
+        sparse_step(8.0, **options)
 
 
 class OwnStep(TrainOneStepWithLossScaleCell):
@@ -324,13 +421,23 @@ def test_a_subclass_with_its_own_check_is_asked(mode):
     assert [bool(step(Tensor(np.float32([1, v])))[1]) for v in (1, 5)] == [False, True]
 
 
-def test_it_is_a_stock_cell_with_all_that_subclasses_use():
-    step = given_step([np.zeros(2, np.float32)], Tensor(8.0))
+def test_what_subclasses_use_is_what_they_find_in_mindspores_cell():
+    net = GradientsAsGiven([np.zeros(2, np.float32)])
+    optimizer, update = nn.SGD(list(net.w), 1.0), DynamicLossScaleUpdateCell(8.0, 2, 100)
+    stock = nn.TrainOneStepWithLossScaleCell(net, optimizer, nn.DynamicLossScaleUpdateCell(8.0, 2, 100))
+    step = TrainOneStepWithLossScaleCell(net, optimizer, update)
     assert isinstance(step, nn.TrainOneStepWithLossScaleCell)
-    names = "network optimizer weights grad grad_reducer hyper_map scale_sense loss_scaling_manager reducer_flag"
-    names += " parallel_mode is_distributed allreduce base less_equal use_graceful_exit"
-    names += " set_sense_scale start_overflow_check get_overflow_status process_loss_scale"
-    assert [name for name in names.split() if not hasattr(step, name)] == []
+    assert step.network is net and step.optimizer is optimizer and step.loss_scaling_manager is update
+    assert [weight is own for weight, own in zip(step.weights, net.w)] == [True]
+    for name in ["grad", "grad_reducer", "hyper_map", "base", "less_equal", "allreduce"]:
+        assert type(getattr(step, name)) is type(getattr(stock, name)), name
+    for name in ["reducer_flag", "parallel_mode", "is_distributed", "use_graceful_exit", "sens"]:
+        assert getattr(step, name) == getattr(stock, name), name
+    assert (step.scale_sense.name, step.scale_sense.asnumpy()) == (stock.scale_sense.name, stock.scale_sense.asnumpy())
+    status, scale = step.start_overflow_check(Tensor(1.0), step.scale_sense)
+    expected, same = stock.start_overflow_check(Tensor(1.0), stock.scale_sense)
+    assert (status.shape, status.dtype, float(scale)) == (expected.shape, expected.dtype, float(same))
+    assert bool(step.process_loss_scale(Tensor(True))) and float(step.scale_sense.asnumpy()) == 4.0
 
 
 class OfMyOwn(TrainOneStepWithLossScaleCell):
@@ -344,10 +451,11 @@ def flag_of_sum(self, compute_output):
 @pytest.mark.parametrize("kind", [TrainOneStepWithLossScaleCell, OfMyOwn])
 def test_mindspores_check_is_compiled_into_the_step_of_a_subclass_too(mode, monkeypatch, kind):
     monkeypatch.setattr(nn.TrainOneStepWithLossScaleCell, "_get_gpu_overflow_status", flag_of_sum)
+    real = ms.context.get_context
     net = GradientsAsGiven([np.zeros(2, np.float32)])
-    step = kind(net, nn.SGD(list(net.w), 1.0), Tensor(8.0))
-    step.cpu_target = step.check_here = False
-    step.gpu_target = True
+    with monkeypatch.context() as on_gpu:
+        on_gpu.setattr(ms.context, "get_context", lambda key: "GPU" if key == "device_target" else real(key))
+        step = kind(net, nn.SGD(list(net.w), 1.0), Tensor(8.0))
     assert [bool(step(Tensor(np.float32([1, v])))[1]) for v in (1, 5)] == [False, True]
 
 
@@ -372,7 +480,104 @@ def test_each_device_gets_its_check(monkeypatch, device, soc, check):
         "_get_ascend_overflow_status_on_saturation_mode",
     ):
         monkeypatch.setattr(type(step), name, lambda *_, n=name: called.append(n) or Tensor(True), raising=False)
-    grads = (Tensor(np.float32([np.inf])),)
-    _, overflow, _ = step.unscale_and_check(grads, grads, Tensor(8.0))
+    overflow = step.get_overflow_status(Tensor([0] * 8, ms.int32), (Tensor(np.float32([np.inf])),))
     assert bool(overflow)
     assert called == ([check] if check else [])
+
+
+class Returns(GradientsAsGiven):
+    def __init__(self, make):
+        super().__init__([np.ones(2, np.float32)])
+        self.make = make
+
+    def construct(self, grad):
+        return self.make((self.w[0] * grad).sum(), self.w[0] * 100.0)
+
+
+def dict_beside(loss, h):
+    return loss, {"h": h}
+
+
+def none_beside(loss, h):
+    return loss, None, h
+
+
+def number_beside(loss, h):
+    return loss, 3, h
+
+
+def in_list(loss, h):
+    return [loss, h]
+
+
+def in_dict(loss, h):
+    return {"h": h, "loss": loss}
+
+
+def nothing(loss, h):
+    return None
+
+
+def dict_without_loss(loss, h):
+    return {"h": h}
+
+
+@pytest.mark.parametrize("make", [dict_beside, none_beside, number_beside, in_list, in_dict])
+def test_whatever_stands_beside_the_loss_comes_back_and_is_not_differentiated(mode, make):
+    net = Returns(make)
+    loss, overflow, _, *extras = TrainOneStepWithLossScaleCell(net, nn.SGD(list(net.w), 1.0), Tensor(8.0))(
+        Tensor(np.float32([1, 2]))
+    )
+    assert (float(loss), bool(overflow), net.w[0].asnumpy().tolist()) == (3.0, False, [0, -1])
+    last = extras[-1]["h"] if isinstance(extras[-1], dict) else extras[-1]
+    assert last.asnumpy().tolist() == [100, 100]
+    plain = CustomTrainOneStepCell(net, nn.SGD(list(net.w), 1.0), 4.0)
+    assert float(plain(Tensor(np.float32([1, 2])))[0]) == -2.0
+    assert net.w[0].asnumpy().tolist() == [-1, -3]
+
+
+@pytest.mark.parametrize("make", [nothing, dict_without_loss])
+def test_a_network_without_a_loss_is_told_what_to_return(mode, make):
+    net = Returns(make)
+    with pytest.raises(TypeError, match="must return its loss"):
+        TrainOneStepWithLossScaleCell(net, nn.SGD(list(net.w), 1.0), Tensor(8.0))(Tensor(np.float32([1, 2])))
+
+
+@pytest.mark.parametrize("make", [TrainOneStepWithLossScaleCell, CustomTrainOneStepCell])
+def test_an_optimizer_that_divides_too_is_warned_of(make):
+    net = GradientsAsGiven([np.zeros(2, np.float32)])
+    with pytest.warns(UserWarning, match=r"loss_scale=8, .*divided twice") as caught:
+        make(
+            net,
+            nn.SGD(list(net.w), 1.0, loss_scale=8.0),
+            *([Tensor(8.0)] if make is not CustomTrainOneStepCell else [8]),
+        )
+    assert len(caught) == 1
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"accumulate_steps": 0},
+        {"outputs": None},
+        {"outputs": [3]},
+        {"clip_grad": 1.0},
+        {"ema": nn.ReLU()},
+        {"drop_overflow_update": 2},
+        {"optimizer": None},
+        {"optimizer": nn.SGD},
+        {"network": None},
+        {"network": GradientsAsGiven},
+    ],
+    ids=str,
+)
+def test_a_failed_constructor_leaves_its_update_cell_and_average_free(options):
+    net = GradientsAsGiven([np.zeros(2, np.float32)])
+    update, ema = DynamicLossScaleUpdateCell(8.0, 2, 2), EMA(0.5)
+    good = {"network": net, "optimizer": nn.SGD(list(net.w), 1.0), "scale_sense": update, "ema": ema}
+    with pytest.raises((TypeError, ValueError), match=f"'{next(iter(options))}'"):
+        TrainOneStepWithLossScaleCell(**{**good, **options})
+    step = TrainOneStepWithLossScaleCell(**good)
+    assert update.is_bound
+    with pytest.raises(ValueError, match="belongs to another train cell"):
+        TrainOneStepWithLossScaleCell(net, step.optimizer, Tensor(8.0), ema=ema)

@@ -1,10 +1,12 @@
 """`save_train_state` and `load_train_state`: whole or not at all, and errors that name file and key."""
 
 import os
+import platform
 import resource
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import mindspore as ms
@@ -14,8 +16,11 @@ from mindspore import nn
 
 import lossscale.checkpoint
 from lossscale import DynamicLossScaleManager, build_train_network, load_train_state, save_train_state
+from tests.fixtures import train_cells
 from tests.nets import batch, mlp
 from tests.oracles import parameters, same_bits
+
+FIXTURES = Path(train_cells.__file__).parent
 
 
 def train_cell(hidden=16, scaled=True):
@@ -142,10 +147,147 @@ def test_a_renamed_and_a_plain_checkpoint_are_refused(tmp_path):
     refused(tmp_path, train_cell(), ValueError, str(plain), "train_state_step")
 
 
-@pytest.mark.parametrize(("step", "error"), [(0, ValueError), (-1, ValueError), (1.5, TypeError)])
+BAD_STEPS = [(0, ValueError), (-1, ValueError), (2**63, ValueError), (1.5, TypeError), ("3", TypeError)]
+
+
+@pytest.mark.parametrize(("step", "error"), [*BAD_STEPS, (True, TypeError)])
 def test_a_wrong_step_is_refused(tmp_path, step, error):
+    cell = train_cell()
     with pytest.raises(error, match="'step'"):
-        save_train_state(tmp_path, train_cell(), step)
+        save_train_state(tmp_path, cell, step)
+    refused(tmp_path, cell, error, "'step'", step=step)
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("function", [save_train_state, load_train_state])
+def test_wrong_arguments_are_named(tmp_path, function):
+    cell, a_file = train_cell(), tmp_path / "file"
+    a_file.write_text("")
+    for bad in (None, nn.TrainOneStepCell, 3):
+        with pytest.raises(TypeError, match="'train_cell' must be a Cell"):
+            function(tmp_path, bad, step=1)
+        with pytest.raises(TypeError, match="'folder' must be a path"):
+            function(bad, cell, step=1)
+    with pytest.raises(NotADirectoryError, match=f"'folder' must be a folder, but {a_file} is a file"):
+        function(a_file, cell, step=1)
+    for keep, error in ((0, ValueError), (-1, ValueError), (1.0, TypeError)):
+        with pytest.raises(error, match="'keep'"):
+            save_train_state(tmp_path, cell, 1, keep=keep)
+    assert list(tmp_path.iterdir()) == [a_file]
+
+
+def test_steps_of_any_length_are_found(tmp_path):
+    cell = train_cell()
+    steps = (9, 10**10, 2**40, 2**63 - 1)
+    for step in steps:
+        save_train_state(tmp_path, cell, step, keep=9)
+        assert load_train_state(tmp_path, cell) == step
+    assert [load_train_state(tmp_path, cell, step=step) for step in steps] == list(steps)
+
+
+def test_ranks_agree_on_steps_of_any_length(tmp_path, monkeypatch):
+    cell, offered = train_cell(), []
+    monkeypatch.setattr(lossscale.checkpoint, "world_size", lambda: 2)
+    monkeypatch.setattr(
+        lossscale.checkpoint, "gather", lambda own: np.stack([*offered[:1], offered.append(own) or own])
+    )
+    for number, steps in enumerate([(7, 2**31 - 1, 2**31, 2**40 + 2**31 - 1), (7, 2**31, 2**40)]):
+        monkeypatch.setattr(lossscale.checkpoint, "rank", lambda number=number: number)
+        for step in steps:
+            save_train_state(tmp_path, cell, step, keep=9)
+        assert load_train_state(tmp_path, cell) == (steps[-1], 2**31)[number]  # alone, and with the first
+    assert {values.dtype for values in offered} == {np.dtype(np.int32)}
+
+
+def test_a_folder_named_like_a_checkpoint_is_none(tmp_path):
+    cell = train_cell()
+    save_train_state(tmp_path, cell, 1)
+    (tmp_path / "step_0000000002.ckpt").mkdir()
+    assert load_train_state(tmp_path, cell) == 1
+    refused(tmp_path, cell, FileNotFoundError, "step_0000000002.ckpt", "[1]", step=2)
+    with pytest.raises(OSError, match=r"step_0000000002\.ckpt could not be written"):
+        save_train_state(tmp_path, cell, 2)
+    save_train_state(tmp_path, cell, 3, keep=1)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["step_0000000002.ckpt", "step_0000000003.ckpt"]
+
+
+@pytest.mark.parametrize(
+    "content", [b"\xff" * 600_000, b"\x0a" + b"\xff" * 600_000, bytes(20_000_000), b"\x0a\x00" * 10_000_000]
+)
+def test_a_large_file_of_rubbish_is_refused_at_once(tmp_path, content):
+    (tmp_path / "step_0000000001.ckpt").write_bytes(content)
+    cell, start = train_cell(), time.process_time()
+    refused(tmp_path, cell, ValueError, "step_0000000001.ckpt", "cut off at")
+    assert time.process_time() - start < 1
+
+
+def test_a_dtype_is_not_cast(tmp_path):
+    cell = train_cell()
+    cell.optimizer.moments[0].set_dtype(ms.float64)
+    path = save_train_state(tmp_path, cell, 1)
+    refused(tmp_path, train_cell(), ValueError, str(path), "moments.0.weight", "Float64", "Float32")
+
+
+def test_savers_in_one_folder_leave_each_other_alone(tmp_path):
+    """What another process that still runs is writing stays, and its checkpoints of later steps."""
+    cell = train_cell()
+    names = f"step_0000000009.{platform.node()}-{os.getppid()}.partial", "step_0000000009.elsewhere-1.partial"
+    others = {f"{name}.{ending}" for name in names for ending in ("tmp", "ckpt")}
+    dead = subprocess.Popen([sys.executable, "-c", ""])
+    dead.wait()
+    for name in (*others, f"step_0000000009.{platform.node()}-{dead.pid}.partial.ckpt", "step_0000000009.partial.ckpt"):
+        (tmp_path / name).write_text("")
+    for step in (90, 100, 5):
+        save_train_state(tmp_path, cell, step)
+    saved = {f"step_{step:010d}.ckpt" for step in (5, 90, 100)}
+    assert {path.name for path in tmp_path.iterdir()} == others | saved
+
+
+def test_the_order_of_a_save(tmp_path, monkeypatch):
+    """Written, on the disk, renamed, the folder on the disk, and only then the old one removed."""
+    cell, order = train_cell(), []
+    old = save_train_state(tmp_path, cell, 1, keep=1)
+    opened = {}
+    real = {"open": os.open, "fsync": os.fsync, "replace": os.replace, "unlink": Path.unlink}
+
+    def note_open(path, *args, **options):
+        handle = real["open"](path, *args, **options)
+        opened[handle] = Path(path)
+        return handle
+
+    def note_fsync(handle):
+        order.append(("fsync", "folder" if opened[handle] == tmp_path else opened[handle].suffixes[-2]))
+        real["fsync"](handle)
+
+    def note_replace(source, target):
+        order.append(("replace", Path(target).name))
+        real["replace"](source, target)
+
+    def note_unlink(path, **options):
+        order.append(("unlink", path.name))
+        real["unlink"](path, **options)
+
+    monkeypatch.setattr(os, "open", note_open)
+    monkeypatch.setattr(os, "fsync", note_fsync)
+    monkeypatch.setattr(os, "replace", note_replace)
+    monkeypatch.setattr(Path, "unlink", note_unlink)
+    new = save_train_state(tmp_path, cell, 2, keep=1)
+    assert order[-4:] == [("fsync", ".partial"), ("replace", new.name), ("fsync", "folder"), ("unlink", old.name)]
+    assert ("unlink", old.name) not in order[:-1]
+
+
+@pytest.mark.parametrize("kind", ["plain", "window", "fused"])
+def test_checkpoints_of_0_1_0_load_and_train_on(mode, kind):
+    folder = FIXTURES / "0.1.0" / kind
+    cell = train_cells.train_cell(kind)
+    assert load_train_state(folder, cell) == 3
+    train_cells.take(cell, range(3, 6))
+    with np.load(folder / "step_6.npz") as expected:
+        after = parameters(cell)
+        assert set(expected) <= set(after)
+        for name in expected:
+            np.testing.assert_allclose(after[name], expected[name], rtol=2e-5, atol=1e-6, err_msg=name)
+        assert float(after["scale_sense"]) == float(expected["scale_sense"]) > 0
 
 
 def test_a_full_disk_leaves_the_previous_checkpoint(tmp_path):

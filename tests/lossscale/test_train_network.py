@@ -1,7 +1,8 @@
 import mindspore as ms
 import numpy as np
 import pytest
-from mindspore import Tensor, amp, boost, context, nn
+from mindspore import Tensor, amp, boost, context, experimental, mint, nn
+from mindspore.dataset import GeneratorDataset
 
 from lossscale import (
     DynamicLossScaleManager,
@@ -11,7 +12,7 @@ from lossscale import (
     TrainOneStepWithLossScaleCell,
     build_train_network,
 )
-from tests.nets import batch, copy_parameters
+from tests.nets import GradientsAsGiven, batch, copy_parameters
 from tests.oracles import StockTrainStep, parameters, same_bits
 
 
@@ -28,11 +29,11 @@ def built(net=None, optimizer=None, **kwargs):
     return build_train_network(net, optimizer or momentum(net), nn.MSELoss(), **kwargs)
 
 
-def builds_in_both(net, optimizer, **kwargs):
+def builds_in_both(net, optimizer, loss_fn=None, **kwargs):
     """Functions that build with `build_train_network` and with `Model`."""
     return (
-        lambda: build_train_network(net, optimizer, nn.MSELoss(), **kwargs),
-        lambda: Model(net, nn.MSELoss(), optimizer, **kwargs),
+        lambda: build_train_network(net, optimizer, loss_fn, **kwargs),
+        lambda: Model(net, loss_fn, optimizer, **kwargs),
     )
 
 
@@ -115,9 +116,16 @@ def test_explicit_none_means_none():
     assert type(built(level="O2", loss_scale_manager=None)) is nn.TrainOneStepCell
 
 
-def test_returned_cell_trains():
-    assert built(loss_scale_manager=FixedLossScaleManager()).training
-    assert built().training
+@pytest.mark.parametrize("manager", [FixedLossScaleManager(8.0), None], ids=["scaled", "unscaled"])
+def test_the_returned_cell_is_set_to_train(mode, manager):
+    net = network().set_train(False)
+    train_cell = built(net, loss_scale_manager=manager)
+    assert train_cell.training and net.training
+    before = parameters(net)
+    train_cell(*batch())
+    after = parameters(net)
+    moved = {name for name in before if not same_bits(before[name], after[name])}
+    assert {"1.moving_mean", "1.moving_variance", "0.weight", "3.bias"} <= moved
 
 
 def test_without_a_loss_function_the_network_holds_it(mode):
@@ -187,7 +195,7 @@ def test_an_optimizer_that_divides_too_is_refused():
     net = network()
     optimizer = momentum(net, loss_scale=1024.0)
     for manager in (FixedLossScaleManager(1024.0), DynamicLossScaleManager(), amp.FixedLossScaleManager(1024.0)):
-        for build in builds_in_both(net, optimizer, loss_scale_manager=manager):
+        for build in builds_in_both(net, optimizer, nn.MSELoss(), loss_scale_manager=manager):
             with pytest.raises(ValueError, match=r"loss_scale=1024.*divided twice. Build the optimizer without"):
                 build()
     for build in (lambda: built(net, optimizer, level="O2"), lambda: Model(net, None, optimizer, amp_level="O2")):
@@ -196,12 +204,81 @@ def test_an_optimizer_that_divides_too_is_refused():
     assert compute_dtype(net[0]) == "Float32"  # nothing was cast before the refusal
 
 
-@pytest.mark.parametrize("divisor", [{}, {"loss_scale": 512.0}])
-def test_a_kept_overflow_asks_for_the_optimizers_division(divisor):
+@pytest.mark.parametrize("divisor", [1.0, 512.0])
+def test_a_kept_overflow_warns_of_another_division_and_trains_as_stock(mode, divisor):
+    nets = network(), network()
+    copy_parameters(*nets)
+    for build in builds_in_both(
+        nets[0],
+        momentum(nets[0], loss_scale=divisor),
+        nn.MSELoss(),
+        loss_scale_manager=FixedLossScaleManager(1024.0, False),
+    ):
+        with pytest.warns(UserWarning, match=rf"effective learning rate is {1024 / divisor:g} times .*loss_scale=1024"):
+            ours = build()
+    ours = ours.train_network
+    stock = amp.build_train_network(
+        nets[1],
+        momentum(nets[1], loss_scale=divisor),
+        nn.MSELoss(),
+        loss_scale_manager=amp.FixedLossScaleManager(1024.0, False),
+    )
+    for step in range(2):
+        assert same_bits(ours(*batch(seed=step)).asnumpy(), stock(*batch(seed=step)).asnumpy())
+
+
+OF_EXPERIMENTAL = {
+    "SGD": lambda weights: experimental.optim.SGD(weights, lr=0.5, momentum=0.5),
+    "Adam": lambda weights: experimental.optim.Adam(weights, lr=0.125),
+    "mint SGD": lambda weights: mint.optim.SGD(weights, lr=0.5, momentum=0.5),
+    "mint Adam": lambda weights: mint.optim.Adam(weights, lr=0.125),
+}
+
+
+def in_numpy(kind, weight, grads):
+    """Gradient descent with momentum 0.5, or Adam."""
+    first, second = np.zeros_like(weight), np.zeros_like(weight)
+    for step, grad in enumerate(grads, 1):
+        if "SGD" in kind:
+            first = 0.5 * first + grad
+            weight = weight - 0.5 * first
+        else:
+            first, second = 0.9 * first + 0.1 * grad, 0.999 * second + 0.001 * grad**2
+            root = np.sqrt(second / (1 - 0.999**step)) + 1e-8
+            weight = weight - 0.125 * first / (1 - 0.9**step) / root
+    return weight
+
+
+@pytest.mark.parametrize("scaled", [True, False])
+@pytest.mark.parametrize("kind", OF_EXPERIMENTAL)
+def test_optimizers_of_experimental_train_as_in_numpy(mode, kind, scaled):
+    if "mint" in kind and mode == "PYNATIVE":
+        pytest.skip("MindSpore's mint.optim.SGD and Adam leave weights as they are on CPU in PYNATIVE_MODE")
+    start = np.float32([1.0, -2.0, 0.5])
+    grads = np.random.default_rng(0).standard_normal((4, 3)).astype(np.float32)
+    manager = DynamicLossScaleManager(2**10, 2, 100) if scaled else None
+    for by_model in (False, True):
+        net = GradientsAsGiven([start])
+        optimizer = OF_EXPERIMENTAL[kind](list(net.w))
+        given = [grads[0], np.full(3, np.inf, np.float32), *grads[1:]] if scaled else list(grads)
+        if by_model:
+            model = Model(net, None, optimizer, loss_scale_manager=manager)
+            assert model._optimizer is optimizer
+            model.train(1, GeneratorDataset([(row,) for row in given], ["g"], shuffle=False), dataset_sink_mode=False)
+        else:
+            train_cell = build_train_network(net, optimizer, loss_scale_manager=manager)
+            for row in given:
+                train_cell(Tensor(row))
+        np.testing.assert_allclose(net.w[0].asnumpy(), in_numpy(kind, start, grads), rtol=1e-5)
+
+
+def test_optimizers_of_experimental_with_casts():
     net = network()
-    for build in builds_in_both(net, momentum(net, **divisor), loss_scale_manager=FixedLossScaleManager(1024.0, False)):
-        with pytest.raises(ValueError, match=r"built with loss_scale=(1|512)\. Build it with loss_scale=1024"):
-            build()
+    optimizer = experimental.optim.SGD(net.trainable_params(), lr=0.1)
+    train_cell = built(net, optimizer, level="O2")
+    assert isinstance(train_cell, TrainOneStepWithLossScaleCell)
+    assert (compute_dtype(net[0]), train_cell.training) == ("Float16", True)
+    assert type(built(network(), optimizer, level="O3")) is nn.TrainOneStepCell
 
 
 def test_an_optimizer_inside_a_wrapper_counts(on_ascend):
@@ -218,6 +295,22 @@ def test_boost_is_mindspores_or_refused():
         built(boost_level="O1", loss_scale_manager=FixedLossScaleManager())
     with pytest.raises(ValueError, match="boost_level='O2' is left"):
         built(level="O2", boost_level="O2")
+
+
+@pytest.mark.parametrize("target", ["CPU", "Ascend"])
+def test_a_pipeline_cell_is_mindspores_or_refused(monkeypatch, target):
+    net = network()
+    pipeline = nn.PipelineCell(nn.WithLossCell(net, nn.MSELoss()), 2)
+    if target == "CPU":
+        with pytest.raises(ValueError, match="A pipeline cell inside the network is left to MindSpore"):
+            build_train_network(pipeline, momentum(net), loss_scale_manager=DynamicLossScaleManager())
+        return
+    real = context.get_context
+    monkeypatch.setattr(context, "get_context", lambda key: "Ascend" if key == "device_target" else real(key))
+    for build in builds_in_both(pipeline, momentum(net), loss_scale_manager=DynamicLossScaleManager()):
+        with pytest.warns(UserWarning, match="A pipeline cell inside the network is left to MindSpore's own"):
+            built_cell = build()
+        assert type(getattr(built_cell, "train_network", built_cell)) is nn.TrainOneStepWithLossScaleCell
 
 
 def test_an_optimizer_wrapper_is_refused():
@@ -267,7 +360,8 @@ def test_on_ascend_what_is_not_ours_goes_to_mindspore(monkeypatch, on_ascend, ke
     if key is not None:
         pretend_parallel(monkeypatch, key, "semi_auto_parallel")
         boost_level = "O0"
-    train_cell = built(loss_scale_manager=DynamicLossScaleManager(64), boost_level=boost_level)
+    with pytest.warns(UserWarning, match="is left to MindSpore's own train cells, without what this library adds"):
+        train_cell = built(loss_scale_manager=DynamicLossScaleManager(64), boost_level=boost_level)
     expected = nn.TrainOneStepWithLossScaleCell if key else boost.BoostTrainOneStepWithLossScaleCell
     assert type(train_cell) is expected
     assert float(train_cell.scale_sense) == 64

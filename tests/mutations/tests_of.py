@@ -1,0 +1,42 @@
+"""Which tests are asked first about a change in a module, and which changes are not worth asking about."""
+
+from pathlib import Path
+
+# Beside the test file of the same name.
+ALSO = {
+    "cells/train_step.py": ("test_step_order", "test_overrides", "test_fused_options", "test_accumulate"),
+    "cells/options.py": ("test_step_order", "test_train_step"),
+    "cells/outputs.py": ("test_step_order", "test_train_step"),
+    "cells/backward.py": ("test_train_step", "test_step_order"),
+    "cells/accumulate.py": ("test_step_order",),
+    "cells/clip.py": ("test_step_order",),
+    "cells/ema.py": ("test_step_order",),
+    "cells/unscale.py": ("test_backends", "test_train_step"),
+    "cells/gradient_ops.py": ("test_unscale", "test_backends", "test_train_step"),
+    "cells/overflow_record.py": ("test_train_step", "test_backends", "test_fused_options"),
+    "cells/fused.py": ("test_fused_options",),
+    "cells/checks.py": ("test_train_step", "test_scale_update"),
+    "cells/scaler_arithmetic.py": ("test_scalers",),
+    "cells/trees.py": ("test_scalers",),
+    "cells/state_dict.py": ("test_scalers",),
+    "cells/native/__init__.py": ("test_native", "test_backends"),
+}
+NATIVE = ("tests/cells/test_native.py", "tests/cells/test_backends.py", "tests/cells/test_fused.py")
+
+# No behaviour to test: (part of the operator's name, part of the line, reason).
+EQUIVALENT = (
+    ("RemoveDecorator", "@jit", "compiled or not, the results are the same"),
+    ("NumberReplacer", "stacklevel=", "which line a warning points at"),
+    ("", "Tensor([0] * 8", "the status that MindSpore's check fills on Ascend"),
+    ("", "TYPE_CHECKING", "read by type checkers only"),
+)
+
+
+def first_tests(module: str) -> list:
+    """Return the test files of one module, or the folder of its package's tests where it has none."""
+    path = Path(module)
+    folder = Path("tests", *path.parent.parts)
+    wanted = [folder / f"test_{path.stem}.py", folder.parent / f"test_{path.parent.name}.py"]
+    wanted += [Path("tests", path.parts[0], f"{name}.py") for name in ALSO.get(module, ())]
+    found = [str(test) for test in wanted if test.exists()]
+    return found or [str(Path("tests", path.parts[0]))]
