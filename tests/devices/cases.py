@@ -34,7 +34,9 @@ def dynamic():
     return lossscale.DynamicLossScaleUpdateCell(2.0**16, 2, 1000)
 
 
-def train_cell(network=None, optimizer=momentum, scale=dynamic, base=lossscale.TrainOneStepWithLossScaleCell, **options):
+def train_cell(
+    network=None, optimizer=momentum, scale=dynamic, base=lossscale.TrainOneStepWithLossScaleCell, **options
+):
     """Return a train cell of a small network."""
     network = network or mlp(8, 16, 8)
     return base(nn.WithLossCell(network, nn.MSELoss()), optimizer(network), scale(), **options).set_train()

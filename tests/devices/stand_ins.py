@@ -45,7 +45,7 @@ EXPORT int aclrtFree(void *p) { free(p); return 0; }
 EXPORT int aclrtFreeHost(void *p) { free(p); return 0; }
 EXPORT int aclrtGetDevice(int *device) { *device = 0; return 0; }
 EXPORT int aclrtMemcpy(void *to, size_t, const void *from, size_t n, int) { memcpy(to, from, n); return 0; }
-EXPORT int aclrtMemcpyAsync(void *to, size_t, const void *from, size_t n, int, void *) { memcpy(to, from, n); return 0; }
+EXPORT int aclrtMemcpyAsync(void *to, size_t n, const void *from, size_t, int, void *) { return aclrtMemcpy(to, n, from, n, 0); }
 EXPORT int aclrtMemset(void *to, size_t, int value, size_t n) { memset(to, value, n); return 0; }
 }
 """
@@ -178,7 +178,9 @@ class Vendor:
 
     def __init__(self, target: Path, folders: list[Path], starts: list[Path]):
         self.target = target
-        have = {path.name: path for folder in [*SYSTEM, *reversed(folders)] if folder.is_dir() for path in folder.iterdir()}
+        have = {
+            path.name: path for folder in [*SYSTEM, *reversed(folders)] if folder.is_dir() for path in folder.iterdir()
+        }
         self.libraries: list[Path] = []
         self.missing: set[str] = set()
         todo = list(starts)
@@ -209,7 +211,15 @@ class Vendor:
             # A library whose symbols carry versions calls the version like itself.
             versions.write_text(f"{Path(name).name} {{ global: *; }};\n", encoding="utf-8")
             (self.target / name).parent.mkdir(exist_ok=True)
-            _link(self.target / name, f"-Wl,--version-script={versions}", "-x", "c++", "/dev/null", f"-L{self.target}", "-lvendor")
+            _link(
+                self.target / name,
+                f"-Wl,--version-script={versions}",
+                "-x",
+                "c++",
+                "/dev/null",
+                f"-L{self.target}",
+                "-lvendor",
+            )
 
     def undefined(self) -> set[str]:
         """Return the symbols that the libraries use and none of them defines, but Python's."""
