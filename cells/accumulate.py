@@ -3,10 +3,11 @@
 import itertools
 from collections.abc import Sequence
 
-from mindspore import Parameter, ParameterTuple, Tensor, context, nn, ops
+from mindspore import Parameter, Tensor, nn, ops
 from mindspore import dtype as mstype
 
 from cells.checks import check_positive_int
+from cells.weight_state import state_of
 
 _numbers = itertools.count(1)
 _map = ops.HyperMap()
@@ -53,7 +54,7 @@ class GradientAccumulator(nn.Cell):
     def __init__(self, weights: Sequence, accumulate_steps: int):
         super().__init__(auto_prefix=False)
         self.accumulate_steps = check_positive_int("accumulate_steps", accumulate_steps, type(self).__name__)
-        self.totals = _totals_of(weights)
+        self.totals = state_of(weights, "accu_grads", zeros=True)
         self.step = Parameter(Tensor(0, mstype.int32), name="accu_step", requires_grad=False)
         self.steps = Parameter(Tensor(accumulate_steps, mstype.int32), name="accu_steps", requires_grad=False)
         # In a list, so that MindSpore does not save it in checkpoints. Names are unique because two train cells may
@@ -96,20 +97,3 @@ class GradientAccumulator(nn.Cell):
             )
         if saved != self.accumulate_steps:
             ops.assign(self.steps, Tensor(self.accumulate_steps, mstype.int32))
-
-
-def _totals_of(weights: Sequence) -> ParameterTuple:
-    if context.get_auto_parallel_context("parallel_mode") in ("semi_auto_parallel", "auto_parallel"):
-        # A clone keeps the layout of the shards.
-        totals = [weight.clone(init="zeros") for weight in weights]
-        for weight, total in zip(weights, totals):
-            total.name, total.requires_grad = f"accu_grads.{weight.name}", False
-            if total.dtype in (mstype.float16, mstype.bfloat16):
-                total.set_dtype(mstype.float32)
-        return ParameterTuple(totals)
-    return ParameterTuple([_total_of(weight) for weight in weights])
-
-
-def _total_of(weight: Parameter) -> Parameter:
-    dtype = mstype.float64 if weight.dtype == mstype.float64 else mstype.float32
-    return Parameter(ops.zeros(weight.shape, dtype), name=f"accu_grads.{weight.name}", requires_grad=False)

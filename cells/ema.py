@@ -8,6 +8,7 @@ from mindspore import Parameter, ParameterTuple, Tensor, nn, ops
 from mindspore import dtype as mstype
 
 from cells.checks import check_bool, check_number
+from cells.weight_state import state_of
 
 _map = ops.HyperMap()
 _follow = ops.MultitypeFuncGraph("follow")
@@ -85,7 +86,7 @@ class EMA(nn.Cell):
     def bind(self, parameters: Sequence) -> None:
         """Make a shadow weight for each of the Parameters, with their present values."""
         self.weights = ParameterTuple(list(parameters))
-        self.shadows = ParameterTuple([_shadow_of(weight) for weight in self.weights])
+        self.shadows = state_of(self.weights, "ema", zeros=False)
         self.is_bound = True
 
     def construct(self) -> Tensor:
@@ -136,9 +137,3 @@ def _checked_parameters(parameters: Any, owner: str) -> list:
             f"For '{owner}', 'parameters' must be Parameters, but got {parameters!r}; write net.trainable_params()."
         )
     return found
-
-
-def _shadow_of(weight: Parameter) -> Parameter:
-    dtype = mstype.float64 if weight.dtype == mstype.float64 else mstype.float32
-    value = Tensor(weight.asnumpy().copy(), dtype)
-    return Parameter(value, name=f"ema.{weight.name}", requires_grad=False)

@@ -1,0 +1,78 @@
+"""Stand-ins, built once a test run, and cases compiled on them, each set in one process."""
+
+import fcntl
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+
+from tests.devices import graphs, stand_ins
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture(scope="session")
+def stand_in_folder(tmp_path_factory, worker_id="master"):
+    """Return the folder of the stand-ins. Where they can't be built: skip, or fail in CI."""
+    reason = stand_ins.why_not()
+    if reason:
+        (pytest.fail if os.environ.get("CI") == "true" and "not found" in reason else pytest.skip)(reason)
+    base = tmp_path_factory.getbasetemp()
+    shared = base.parent if "PYTEST_XDIST_WORKER" in os.environ else base
+    folder = shared / "stand_ins"
+    with open(shared / "stand_ins.lock", "w", encoding="utf-8") as lock:  # test processes share one folder
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not (folder / "built").exists():
+            stand_ins.build(folder)
+            (folder / "built").touch()
+    return folder
+
+
+class Compiled(NamedTuple):
+    """What came of a case: the error's text, empty if none, and where the graph was dumped."""
+
+    error: str
+    dump: Path
+
+    @property
+    def graph(self) -> graphs.Graph:
+        """The graph of a case that compiled."""
+        assert not self.error, self.error
+        return graphs.read(self.dump)
+
+
+@pytest.fixture(scope="session")
+def compile_cases(stand_in_folder, tmp_path_factory):
+    """Return a function that compiles cases in one process and returns a `Compiled` for each. It remembers them."""
+    done = {}
+
+    def compile_all(names, device="Ascend", ranks=1, **options):
+        key = (device, ranks, *sorted(options.items()))
+        kept = done.setdefault(key, {})
+        todo = [name for name in names if name not in kept]
+        if todo:
+            kept.update(_compile(todo, device, ranks, options))
+        return {name: kept[name] for name in names}
+
+    def _compile(names, device, ranks, options):
+        folder = tmp_path_factory.mktemp("graphs")
+        command = [sys.executable, "-m", "tests.devices.cases", str(folder), *names, "--device", device]
+        for name, value in options.items():
+            command += [f"--{name.replace('_', '-')}", *([value] if value is not True else [])]
+        environment = {**stand_ins.environment(stand_in_folder, device, ranks), "GLOG_v": "4"}
+        environment["PYTHONPATH"] = os.pathsep.join([str(ROOT), environment.get("PYTHONPATH", "")])
+        run = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, check=False)
+        results = {}
+        for line in run.stdout.splitlines():
+            if line.startswith('{"case"'):
+                result = json.loads(line)
+                results[result["case"]] = Compiled(result["error"], Path(result["dump"]))
+        missing = [name for name in names if name not in results]
+        ended = f"the process ended with {run.returncode}: {run.stderr[-2000:]}"
+        return {**results, **{name: Compiled(ended, folder) for name in missing}}
+
+    return compile_all
