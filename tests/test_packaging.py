@@ -109,7 +109,7 @@ def test_wheel_passes_the_smoke_test_of_a_release(wheel, tmp_path):
     (packages,) = environment.glob("lib/python3*/site-packages")
     (packages / "mindspore.pth").write_text(sysconfig.get_paths()["purelib"], encoding="utf-8")
     native = ["--native"] if shutil.which("g++") else []
-    command = [there, ROOT / "tests" / "smoke.py", *native]
+    command = [there, ROOT / ".ci" / "smoke.py", *native]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=200)
     assert done.returncode == 0, done.stdout + done.stderr[-2000:]
     assert f"smoke test passed: {packages}/lossscale/" in done.stdout
@@ -237,4 +237,4 @@ def test_release_builds_for_both_machines_and_tries_what_it_built():
     release = (ROOT / ".github/workflows/release.yml").read_text(encoding="utf-8")
     assert {"ubuntu-latest", "ubuntu-24.04-arm"} <= set(re.findall(r"ubuntu-[\w.-]+", release))
     assert "cibuildwheel@" in release and "--sdist" in release
-    assert release.count("tests/smoke.py") == 2  # the wheel, and the source distribution
+    assert release.count(".ci/smoke.py") == 2  # the wheel, and the source distribution

@@ -12,6 +12,7 @@ from lossscale import DynamicLossScaleManager, build_train_network, cli
 
 
 def main():
+    """Train, skip, and ask the doctor."""
     here = Path(__file__).resolve().parents[1]
     if here in Path(lossscale.__file__).resolve().parents:
         raise SystemExit(f"This is the checkout's lossscale, {lossscale.__file__}; run it from another folder.")
