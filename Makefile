@@ -8,7 +8,7 @@ STAMP := $(VENV)/.installed
 JOBS ?= 2
 
 .DEFAULT_GOAL := help
-.PHONY: help install train train-distributed test test-all test-oldest check format bench bench-quick docs docs-serve docs-install docs-pictures docs-notebook clean
+.PHONY: help install train train-distributed test test-all test-oldest check format bench bench-growth bench-quick docs docs-serve docs-install docs-pictures docs-notebook clean
 
 help:  ## list the commands
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
@@ -60,6 +60,9 @@ $(BENCH_STAMP): Makefile
 
 bench: install $(BENCH_STAMP)  ## measure the cost of loss scaling, beside PyTorch and Flax
 	$(RUN) -m benchmarks.run
+
+bench-growth: install $(BENCH_STAMP)  ## measure how the cost grows with parameters and values, and draw it
+	$(RUN) -m benchmarks.growth --peers .venv-bench/bin/python
 
 bench-quick: install  ## measure a little of it, in less than a minute
 	$(RUN) -m benchmarks.run --quick

@@ -4,38 +4,17 @@ import argparse
 from collections.abc import Callable
 
 import mindspore as ms
-from mindspore import Tensor, nn, ops
+from mindspore import Tensor, nn
 
 import lossscale
 from benchmarks import timing, workloads
-from benchmarks.mindspore_steps import build_net, timed
+from benchmarks.baselines import Order, OrderAndBranch
+from benchmarks.mindspore_steps import timed
+from benchmarks.nets import build_net
 
 WORKLOADS = {"GRAPH": ["mlp_b16_h128_l60", "transformer"], "PYNATIVE": ["mlp_b64_h512_l4", "mlp_b16_h2048_l6"]}
 VARIANTS = ["plain", "plain again", "order", "order and branch", "ours", "no update of the scale", "no branch"]
 VARIANTS += ["neither", "ours, fused"]
-
-
-class Order(nn.TrainOneStepCell):
-    """A plain step whose optimizer waits for the last gradient, as it must where any gradient can stop it."""
-
-    def construct(self, *inputs):
-        loss = self.network(*inputs)
-        grads = self.grad(self.network, self.weights)(*inputs, ops.ones_like(loss))
-        waiting = ()
-        for grad in grads:
-            waiting += (ops.depend(grad, grads[0]),)
-        return ops.depend(loss, self.optimizer(waiting))
-
-
-class OrderAndBranch(nn.TrainOneStepCell):
-    """A plain step that the last gradient can stop: an `if` around the optimizer, nothing else."""
-
-    def construct(self, *inputs):
-        loss = self.network(*inputs)
-        grads = self.grad(self.network, self.weights)(*inputs, ops.ones_like(loss))
-        if ops.isfinite(grads[0]).all():
-            loss = ops.depend(loss, self.optimizer(grads))
-        return loss
 
 
 class WithoutBranch(lossscale.TrainOneStepWithLossScaleCell):

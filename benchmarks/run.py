@@ -5,6 +5,7 @@ import datetime
 import json
 import os
 import platform
+import resource
 import subprocess
 import sys
 import tempfile
@@ -12,12 +13,14 @@ from pathlib import Path
 
 from benchmarks import report, workloads
 from benchmarks.scale_series import LENGTH, count_differences
+from lossscale.convolutions import compare_convolutions
 
 HERE = Path(__file__).parent
 PEERS = HERE.parent / ".venv-bench/bin/python"
 SERIES = 200
 COLD_VARIANTS = ["plain", "stock", "ours", "ours, plain ops", "ours, fused"]
-COLD_WORKLOADS = {"first call": "mlp_b16_h128_l60", "peak memory": "mlp_b16_h2048_l6"}
+COLD_WORKLOADS = {"first call": [*workloads.FIRST_CALL], "peak memory": ["mlp_b16_h2048_l6"]}
+IMPORTS = {"mindspore": "import mindspore", "lossscale": "import mindspore, lossscale"}
 
 
 def run(python: str, module: str, *arguments: str) -> dict:
@@ -46,15 +49,46 @@ def processor() -> str:
 def cold_runs(repeats: int) -> dict:
     """Return the best first-call time and the peak memory of each variant, from fresh processes."""
     results: dict = {}
-    for title, workload in COLD_WORKLOADS.items():
-        results[f"{title}, {workload}"] = rows = {}
-        for variant in COLD_VARIANTS:
-            runs = [
-                run(sys.executable, "mindspore_steps", "--cold", variant, "--workloads", workload)
-                for _ in range(repeats)
-            ]
-            rows[variant] = {key: min(one[key] for one in runs) for key in runs[0]}
+    for title, names in COLD_WORKLOADS.items():
+        for name in names:
+            results[f"{title}, {name}"] = rows = {}
+            for variant in COLD_VARIANTS:
+                arguments = ["--cold", variant, "--workloads", name]
+                runs = [run(sys.executable, "mindspore_steps", *arguments) for _ in range(repeats)]
+                rows[variant] = {key: min(one[key] for one in runs) for key in runs[0]}
     return results
+
+
+def import_times(repeats: int) -> dict:
+    """Return the best seconds of each import in a fresh process, in turn."""
+    code = "import time; start = time.perf_counter(); {}; print(time.perf_counter() - start)"
+    best = dict.fromkeys(IMPORTS, float("inf"))
+    for _ in range(repeats):
+        for name, statement in IMPORTS.items():
+            command = [sys.executable, "-c", code.format(statement)]
+            done = subprocess.run(command, check=True, capture_output=True, text=True, cwd=HERE.parent)
+            best[name] = min(best[name], float(done.stdout.split()[-1]))
+    return best
+
+
+class Quietness:
+    """How much of the processors other programs took while the benchmark ran, from Linux's counters."""
+
+    def __init__(self) -> None:
+        self.start = self._now()
+
+    def _now(self) -> tuple[float, float, float]:
+        with open("/proc/stat", encoding="utf-8") as file:
+            user, nice, system, idle, wait, irq, soft, steal = map(int, file.readline().split()[1:9])
+        own = resource.getrusage(resource.RUSAGE_CHILDREN)
+        ticks = os.sysconf("SC_CLK_TCK")
+        busy = (user + nice + system + irq + soft + steal) / ticks
+        return busy, busy + (idle + wait) / ticks, own.ru_utime + own.ru_stime
+
+    def others(self) -> float:
+        """Return the share of all processors that was not ours."""
+        busy, total, own = (after - before for after, before in zip(self._now(), self.start))
+        return max(0.0, busy - own) / total
 
 
 def scale_series() -> dict:
@@ -79,6 +113,7 @@ def main() -> None:
     names = options.workloads or (workloads.QUICK if options.quick else workloads.WORKLOADS)
     common = ["--rounds", str(rounds), "--workloads", *names]
     quick = ["--quick"] if options.quick else []
+    quietness = Quietness()
     results: dict = {
         "date": datetime.date.today().isoformat(),
         "machine": f"{processor()}, {os.cpu_count()} cores, {platform.system()}",
@@ -91,6 +126,9 @@ def main() -> None:
     full = ["--full", "--rounds", str(rounds), "--workloads", *full_names]
     if full_names:
         results["Full step"] = {"MindSpore GRAPH": run(sys.executable, "mindspore_steps", *full)}
+    if not options.quick and not options.workloads:
+        family = ["--family", "--rounds", str(rounds), "--workloads", *workloads.FAMILY]
+        results["Optimizers"] = run(sys.executable, "mindspore_steps", *family)
     if not options.quick:
         results["MindSpore PYNATIVE"] = run(sys.executable, "mindspore_steps", "--mode", "PYNATIVE", *common)
     if PEERS.exists():
@@ -110,6 +148,10 @@ def main() -> None:
         print(report.markdown(results))
         return
     results["Cold"] = cold_runs(2)
+    results["Imports"] = import_times(5)
+    results["Convolutions"] = compare_convolutions()
+    results["Compile times"] = run(sys.executable, "compile_times")
+    results["others"] = quietness.others()
     (HERE / "results.json").write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
     (HERE / "RESULTS.md").write_text(report.markdown(results), encoding="utf-8")
     chart = ["-m", "benchmarks.chart", str(HERE / "results.json"), str(HERE / "results.png")]

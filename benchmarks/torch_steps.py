@@ -43,10 +43,17 @@ def build_net(workload: str) -> tuple[nn.Module, np.ndarray, np.ndarray]:
     return net, inputs, targets
 
 
+def make_optimizer(name: str, parameters: list) -> torch.optim.Optimizer:
+    """Return an optimizer by its name."""
+    if name == "AdamW":
+        return torch.optim.AdamW(parameters, workloads.LEARNING_RATE)
+    return torch.optim.SGD(parameters, workloads.LEARNING_RATE, workloads.MOMENTUM)
+
+
 def build_step(variant: str, workload: str) -> Callable[[], float]:
     """Return one training step as a function that ends by reading the loss."""
     net, inputs, targets = build_net(workload)
-    optimizer = torch.optim.SGD(net.parameters(), workloads.LEARNING_RATE, workloads.MOMENTUM)
+    optimizer = make_optimizer("Momentum", list(net.parameters()))
     loss_fn = nn.MSELoss()
     x, y = torch.from_numpy(inputs), torch.from_numpy(targets)
     scaler = torch.amp.GradScaler("cpu", init_scale=workloads.LOSS_SCALE, growth_interval=10**6)
@@ -69,12 +76,12 @@ def build_step(variant: str, workload: str) -> Callable[[], float]:
     return scaled if variant == "GradScaler" else plain
 
 
-def build_full_step(variant: str, workload: str) -> Callable[[], float]:
+def build_full_step(variant: str, workload: str, optimizer_name: str) -> Callable[[], float]:
     """Return one whole window of micro-steps, clipped and averaged, as a function that ends by reading the loss."""
     net, inputs, targets = build_net(workload)
     parameters = list(net.parameters())
     averages = [parameter.detach().clone() for parameter in parameters]
-    optimizer = torch.optim.SGD(parameters, workloads.LEARNING_RATE, workloads.MOMENTUM)
+    optimizer = make_optimizer(optimizer_name, parameters)
     loss_fn = nn.MSELoss()
     x, y = torch.from_numpy(inputs), torch.from_numpy(targets)
     scaled = variant == "GradScaler"
@@ -109,6 +116,13 @@ if __name__ == "__main__":
     parser.add_argument("--out", required=True)
     options = parser.parse_args()
     variants = ["plain", "plain again", "GradScaler"]
-    build = build_full_step if options.full else build_step
-    rows = {name: lambda name=name: {v: build(v, name) for v in variants} for name in options.workloads}
+    rows: dict[str, Callable[[], dict]]
+    if options.full:
+        rows = {
+            f"{name} {kind}": lambda name=name, kind=kind: {v: build_full_step(v, name, kind) for v in variants}
+            for name in options.workloads
+            for kind in workloads.FULL_OPTIMIZERS
+        }
+    else:
+        rows = {name: lambda name=name: {v: build_step(v, name) for v in variants} for name in options.workloads}
     timing.write(options.out, timing.measure(rows, options.rounds))

@@ -28,6 +28,7 @@ from lossscale import (
     DynamicLossScaleUpdateCell,
     Model,
     TrainOneStepWithLossScaleCell,
+    fast_convolutions,
 )
 
 LOSS_SCALE = 1024.0
@@ -67,6 +68,7 @@ def main():
     parser.add_argument("--epochs", type=int, default=4)
     epochs = parser.parse_args().epochs
     ms.set_context(mode=ms.GRAPH_MODE)
+    fast_convolutions()
     train_data, test_data = digits()
 
     # 1) A loop of one's own: call the train cell with a batch, get the unscaled loss.

@@ -17,7 +17,13 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # for `python exam
 
 from examples.data import accuracy, digits
 from examples.nets import LeNet5
-from lossscale import DynamicLossScaleManager, build_train_network, load_train_state, save_train_state
+from lossscale import (
+    DynamicLossScaleManager,
+    build_train_network,
+    fast_convolutions,
+    load_train_state,
+    save_train_state,
+)
 
 
 def parse_arguments():
@@ -50,6 +56,7 @@ def main():
     args = parse_arguments()
     ms.set_device(args.device)
     ms.set_context(mode=getattr(ms, f"{args.mode}_MODE"))
+    fast_convolutions()
     rank, ranks = None, 1
     if not args.single:
         communication.init()

@@ -17,6 +17,7 @@ from lossscale import (
     FixedLossScaleManager,
     LossScaleMonitor,
     Model,
+    fast_convolutions,
     find_loss_scale,
     plot_history,
 )
@@ -87,6 +88,7 @@ def main():
     train_data, test_data = mnist(args.data_dir) if args.data_dir else digits()
     ms.set_device(args.device)
     ms.set_context(mode=getattr(ms, f"{args.mode}_MODE"))
+    fast_convolutions()
     ms.set_seed(args.seed)
 
     # With fixed-keep nobody but the optimizer divides the gradients by the scale.

@@ -19,7 +19,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # for `python exam
 
 from examples.data import accuracy, batches, digits
 from examples.nets import LeNet5
-from lossscale import TrainOneStepWithLossScaleCell, build_train_network
+from lossscale import TrainOneStepWithLossScaleCell, build_train_network, fast_convolutions
 
 GOOD_SCALE = Tensor(np.full(1, 1024.0), ms.float32)
 LARGE_SCALE = Tensor(np.full(1, 2.0**40), ms.float32)
@@ -59,6 +59,7 @@ def main():
     parser.add_argument("--epochs", type=int, default=6)
     epochs = parser.parse_args().epochs
     ms.set_context(mode=ms.GRAPH_MODE)
+    fast_convolutions()
     train_data, test_data = digits()
 
     for make in (automatic, manual):

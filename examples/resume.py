@@ -18,7 +18,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # for `python exam
 
 from examples.data import digits
 from examples.nets import LeNet5
-from lossscale import DynamicLossScaleManager, build_train_network
+from lossscale import DynamicLossScaleManager, build_train_network, fast_convolutions
 
 
 def make_train_cell(seed):
@@ -45,6 +45,7 @@ def main():
     parser.add_argument("--steps", type=int, default=60)
     steps = parser.parse_args().steps
     ms.set_context(mode=ms.GRAPH_MODE)
+    fast_convolutions()
     (images, labels), _ = digits()
 
     unbroken = make_train_cell(seed=1)

@@ -16,6 +16,7 @@ from lossscale._cells import (
     backend,
 )
 from lossscale.checkpoint import load_train_state, save_train_state
+from lossscale.convolutions import FastConvolutions, fast_convolutions
 from lossscale.find_loss_scale import LossScaleReport, find_loss_scale
 from lossscale.finite import NonfiniteGradient, all_finite, find_nonfinite
 from lossscale.grad_scaler import GradScaler
@@ -37,6 +38,7 @@ __all__ = [
     "DynamicLossScaleManager",
     "DynamicLossScaleUpdateCell",
     "DynamicLossScaler",
+    "FastConvolutions",
     "FixedLossScaleManager",
     "FixedLossScaleUpdateCell",
     "FusedAdamWeightDecay",
@@ -55,6 +57,7 @@ __all__ = [
     "all_finite",
     "backend",
     "build_train_network",
+    "fast_convolutions",
     "find_loss_scale",
     "find_nonfinite",
     "load_train_state",

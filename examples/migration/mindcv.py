@@ -21,6 +21,7 @@ from lossscale import (
     DynamicLossScaleUpdateCell,
     FixedLossScaleUpdateCell,
     TrainOneStepWithLossScaleCell,
+    fast_convolutions,
 )
 
 
@@ -61,6 +62,7 @@ def train_cell(
 
 def main():
     ms.set_context(mode=ms.GRAPH_MODE)
+    fast_convolutions()
     ms.set_seed(1)
     train_data, test_data = digits()
     network = ms.amp.auto_mixed_precision(LeNet5(), "O2")

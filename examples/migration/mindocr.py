@@ -22,6 +22,7 @@ from lossscale import (
     DynamicLossScaleUpdateCell,
     FixedLossScaleUpdateCell,
     TrainOneStepWithLossScaleCell,
+    fast_convolutions,
 )
 
 
@@ -89,6 +90,7 @@ def lines_of(images, labels):
 
 def main():
     ms.set_context(mode=ms.GRAPH_MODE)
+    fast_convolutions()
     ms.set_seed(1)
     train_data, test_data = digits()
     network = Line()

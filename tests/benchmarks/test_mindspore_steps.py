@@ -4,7 +4,7 @@ import mindspore as ms
 import numpy as np
 import pytest
 
-from benchmarks import mindspore_steps, workloads
+from benchmarks import mindspore_steps, nets, workloads
 
 WINDOWS = 3
 
@@ -31,7 +31,7 @@ def moved(variant):
 
 def moved_by_numpy(clip_norm):
     """Return the same by numpy, from MindSpore's gradients alone."""
-    net, x, y = mindspore_steps.build_net("small")
+    net, x, y = nets.build_net("small")
     weights = ms.ParameterTuple(net.trainable_params())
     gradient = ms.ops.GradOperation(get_by_list=True)(ms.nn.WithLossCell(net, ms.nn.MSELoss()), weights)
     start = [weight.asnumpy().copy() for weight in weights]
