@@ -1,14 +1,17 @@
 """How are gradients accumulated? Sums over a window of micro-steps, in Parameters of at least float32."""
 
+import itertools
 from collections.abc import Sequence
 
-from mindspore import Parameter, ParameterTuple, Tensor, nn, ops
+from mindspore import Parameter, ParameterTuple, Tensor, context, nn, ops
 from mindspore import dtype as mstype
 
 from cells.checks import check_positive_int
 
+_numbers = itertools.count(1)
 _add = ops.MultitypeFuncGraph("add")
 _clear = ops.MultitypeFuncGraph("clear")
+_keep = ops.MultitypeFuncGraph("keep")
 
 
 @_add.register("Tensor", "Tensor")
@@ -21,6 +24,11 @@ def _clear_tensor(total):
     return ops.assign(total, ops.zeros_like(total))
 
 
+@_keep.register("Tensor", "Tensor")
+def _keep_tensor(total, grad):
+    return ops.assign(total, grad.astype(total.dtype))
+
+
 class GradientAccumulator(nn.Cell):
     """Sums of the gradients of `accumulate_steps` micro-steps.
 
@@ -31,7 +39,10 @@ class GradientAccumulator(nn.Cell):
         return totals, step == 0
 
     The sums are Parameters named ``accu_grads.<weight>`` (as MindSpore's own) and ``accu_step``, so a checkpoint
-    holds an unfinished window and they can be told apart in it.
+    holds an unfinished window and they can be told apart in it; ``accu_steps`` tells whose window it is.
+
+    At the end of a window the mean gradients are kept in the sums, and the decision what becomes of them in
+    `decision`: whatever else than Parameters passes from one `if` to another leaks host memory in GRAPH_MODE.
 
     Args:
         weights: the trained Parameters.
@@ -41,8 +52,13 @@ class GradientAccumulator(nn.Cell):
     def __init__(self, weights: Sequence, accumulate_steps: int):
         super().__init__(auto_prefix=False)
         self.accumulate_steps = check_positive_int("accumulate_steps", accumulate_steps, type(self).__name__)
-        self.totals = ParameterTuple([_total_of(weight) for weight in weights])
+        self.totals = _totals_of(weights)
         self.step = Parameter(Tensor(0, mstype.int32), name="accu_step", requires_grad=False)
+        self.steps = Parameter(Tensor(accumulate_steps, mstype.int32), name="accu_steps", requires_grad=False)
+        # In a list, so that MindSpore does not save it in checkpoints. Names are unique because two train cells may
+        # be compiled into one graph.
+        names = [f"accu_{what}.{next(_numbers)}" for what in ("updates", "overflow")]
+        self.decision = [Parameter(Tensor(False), name=name, requires_grad=False) for name in names]
         self.map = ops.HyperMap()
 
     def construct(self, grads: tuple) -> tuple:
@@ -52,6 +68,15 @@ class GradientAccumulator(nn.Cell):
         ops.assign(self.step, step)
         return totals, step == 0
 
+    def keep(self, grads: tuple) -> tuple:
+        """Keep mean gradients in place of the sums."""
+        return self.map(_keep, self.totals, grads)
+
+    def decide(self, updates: Tensor, overflow: Tensor) -> Tensor:
+        """Keep whether the weights are updated and whether there was an overflow; return `overflow`."""
+        decided = ops.assign(self.decision[0], updates)
+        return ops.depend(overflow, (decided, ops.assign(self.decision[1], overflow)))
+
     def clear(self) -> tuple:
         """Set the sums to zero. By assignment, since inf * 0 is nan for ever."""
         return self.map(_clear, self.totals)
@@ -59,6 +84,30 @@ class GradientAccumulator(nn.Cell):
     def in_window(self) -> bool:
         """Return whether a window is unfinished. Reads the device."""
         return bool(self.step.asnumpy() != 0)
+
+    def check_restored(self) -> None:
+        """Raise ValueError if a window that another `accumulate_steps` began was restored into this cell."""
+        saved = int(self.steps.asnumpy())
+        if self.in_window() and (saved != self.accumulate_steps or self.step.asnumpy() >= self.accumulate_steps):
+            raise ValueError(
+                f"The restored window has {int(self.step.asnumpy())} of {saved} micro-steps in its sums, and "
+                f"accumulate_steps={self.accumulate_steps}: its mean would be wrong. Build the train cell with "
+                f"accumulate_steps={saved}, or restore a checkpoint that was saved at the end of a window."
+            )
+        if saved != self.accumulate_steps:
+            ops.assign(self.steps, Tensor(self.accumulate_steps, mstype.int32))
+
+
+def _totals_of(weights: Sequence) -> ParameterTuple:
+    if context.get_auto_parallel_context("parallel_mode") in ("semi_auto_parallel", "auto_parallel"):
+        # A clone keeps the layout of the shards.
+        totals = [weight.clone(init="zeros") for weight in weights]
+        for weight, total in zip(weights, totals):
+            total.name, total.requires_grad = f"accu_grads.{weight.name}", False
+            if total.dtype in (mstype.float16, mstype.bfloat16):
+                total.set_dtype(mstype.float32)
+        return ParameterTuple(totals)
+    return ParameterTuple([_total_of(weight) for weight in weights])
 
 
 def _total_of(weight: Parameter) -> Parameter:

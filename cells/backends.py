@@ -4,8 +4,8 @@ import os
 
 from mindspore import context, nn
 
-from cells.native import NativeGradients, library_path
-from cells.unscale import PlainGradients
+from cells.gradient_ops import PlainArithmetic
+from cells.native import NativeArithmetic, library_path
 
 _VARIABLE = "LOSSSCALE_BACKEND"
 
@@ -45,10 +45,11 @@ def backend() -> str:
     return "native" if available else "plain"
 
 
-def gradient_arithmetic(scalars: bool = True) -> nn.Cell:
-    """Return the cell that does the gradient arithmetic of a train step: native or plain, with the same methods.
+def gradient_arithmetic(norms: bool = True, scalars: bool = True, in_branch: bool = False) -> nn.Cell:
+    """Return the cell that does gradient arithmetic, native or plain, with the same methods.
 
     Args:
+        norms, in_branch: see `cells.gradient_ops.PlainArithmetic`.
         scalars: whether some gradients may have shape (). False makes compiling faster where there are many.
     """
-    return NativeGradients(scalars) if backend() == "native" else PlainGradients()
+    return NativeArithmetic(norms, scalars) if backend() == "native" else PlainArithmetic(norms, in_branch)

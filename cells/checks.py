@@ -2,6 +2,7 @@
 
 import math
 import numbers
+import warnings
 from typing import Any
 
 import numpy as np
@@ -77,3 +78,14 @@ def scale_tensor(name: str, value: Any, owner: str) -> Tensor:
     numpy_value = value.float().asnumpy()
     check_loss_scale(name, float(numpy_value.reshape(())), owner)
     return Tensor(numpy_value, mstype.float32)
+
+
+def warn_of_divisor(optimizer: Any, owner: str) -> None:
+    """Warn if an optimizer divides gradients that the train step has divided already."""
+    divisor = getattr(optimizer, "loss_scale", 1.0)
+    if isinstance(divisor, numbers.Real) and divisor != 1:
+        warnings.warn(
+            f"The optimizer was built with loss_scale={divisor:g}, and '{owner}' unscales the gradients itself: they "
+            "are divided twice. Build the optimizer without loss_scale, unless this cell leaves the division to it.",
+            stacklevel=3,
+        )

@@ -1,54 +1,62 @@
 """How are gradients clipped? Cells that take a tuple of true, unscaled gradients and return one."""
 
-from typing import Optional
+from typing import Any, Optional
 
 from mindspore import Tensor, nn, ops
 from mindspore import dtype as mstype
 
 from cells.backends import gradient_arithmetic
-from cells.checks import LARGEST_FLOAT32, check_positive_number
-from cells.unscale import cast_like
+from cells.checks import LARGEST_FLOAT32, SMALLEST_NORMAL_FLOAT32, check_positive_number
+from cells.gradient_ops import cast_like, cast_up, global_norm
 
 _limit = ops.MultitypeFuncGraph("limit")
 
 
 @_limit.register("Tensor", "Tensor")
 def _limit_tensor(limit, grad):
-    bound = limit.astype(grad.dtype)
-    return ops.maximum(ops.minimum(grad, bound), -bound)
+    # In float32, where the limit is not 0. By select, because a minimum loses nan on CPU.
+    wide = cast_up((grad,))[0]
+    bound = limit.astype(wide.dtype)
+    below = ops.select(wide > bound, bound, wide)
+    return ops.select(below < -bound, -bound, below).astype(grad.dtype)
+
+
+def check_limit(name: str, value: Any, owner: str) -> float:
+    """Return `value` as a float if it is a number > 0 that float32 can hold."""
+    number = check_positive_number(name, value, owner)
+    if not SMALLEST_NORMAL_FLOAT32 <= number <= LARGEST_FLOAT32:
+        raise ValueError(
+            f"For '{owner}', '{name}' must be between {SMALLEST_NORMAL_FLOAT32:g} and {LARGEST_FLOAT32:g}, the range "
+            f"of float32, but got {value}. A usual one is 1.0."
+        )
+    return number
 
 
 class ClipByNormBase(nn.Cell):
-    """Base of the clips by a norm, which a train step folds with unscaling into one multiply.
+    """Base of the clips by a norm: float64 on CPU, float32 elsewhere, divided by the largest magnitude first.
 
     Args:
         max_norm: the largest norm that is left, a finite number > 0.
     """
 
     def __init__(self, max_norm: float):
-        super().__init__()
-        self.max_norm = check_positive_number("max_norm", max_norm, type(self).__name__)
-        self.limit = Tensor(self.max_norm, mstype.float64)
-        self.gradients = gradient_arithmetic()
+        super().__init__(auto_prefix=False)
+        self.max_norm = check_limit("max_norm", max_norm, type(self).__name__)
+        self.arithmetic = gradient_arithmetic()
 
     def construct(self, grads: tuple) -> tuple:
-        clipped, _, _, _ = self.unscale_and_clip(grads, Tensor(1.0, mstype.float32))
-        return cast_like(grads, clipped)
+        _, norms = self.arithmetic.look(Tensor(1.0, mstype.float32), grads)
+        return cast_like(grads, self.arithmetic.multiply(self.factor(norms), grads))
 
-    def unscale_and_clip(self, grads: tuple, divisor: Tensor) -> tuple:
-        """Return clip(grads / divisor), whether grads / divisor overflowed, the flags, and the global norm.
+    def factor(self, norms: Tensor) -> Tensor:
+        """Return what the gradients with these norms, shape (n,), are multiplied by: a scalar, or shape (n,)."""
+        raise TypeError(f"{type(self).__name__} must define factor.")
 
-        The norm, a float64 scalar, is that of the unclipped grads / divisor.
-        """
-        raise TypeError(f"{type(self).__name__} must define unscale_and_clip.")
-
-    def factor(self, square_sum: Tensor, divisor: Tensor) -> tuple:
-        """Return what scaled gradients are multiplied by, float64, and their true norm."""
-        wide = divisor.astype(mstype.float64)
-        norm = ops.sqrt(square_sum) / wide
-        # Not by a maximum, which loses nan on CPU: an overflow that is not dropped must not look like an update.
-        shrink = ops.select(norm <= self.limit, ops.ones_like(norm), self.limit / norm)
-        return shrink / wide, norm
+    def shrink(self, norm: Tensor) -> Tensor:
+        """Return min(1, max_norm / norm), nan for nan."""
+        # Not by a minimum, which loses nan on CPU: an overflow that is not dropped must not look like an update.
+        limit = Tensor(self.max_norm, norm.dtype)
+        return ops.select(norm <= limit, ops.ones_like(norm), limit / norm)
 
 
 class ClipByGlobalNorm(ClipByNormBase):
@@ -92,21 +100,15 @@ class ClipByGlobalNorm(ClipByNormBase):
         super().__init__(max_norm)
         self.skip_above = None
         if skip_above is not None:
-            self.skip_above = check_positive_number("skip_above", skip_above, owner)
+            self.skip_above = check_limit("skip_above", skip_above, owner)
             if self.skip_above < self.max_norm:
                 raise ValueError(
                     f"For '{owner}', 'skip_above' must be >= 'max_norm', but got {skip_above} < {max_norm}: every "
                     "step that is clipped would be skipped."
                 )
 
-    def unscale_and_clip(self, grads: tuple, divisor: Tensor) -> tuple:
-        """Return clip(grads / divisor), overflow, flags and the norm of grads / divisor: one pass, one multiply."""
-        overflow, flags, square_sum = self.gradients.check_with_norm(grads)
-        factor, norm = self.factor(square_sum, divisor)
-        # With a scale below 1 the true gradients can overflow where the scaled ones are finite.
-        overflow = ops.logical_or(overflow, norm > LARGEST_FLOAT32)
-        clipped, _, _ = self.gradients.multiply_and_check(grads, factor)
-        return clipped, overflow, flags, norm
+    def factor(self, norms: Tensor) -> Tensor:
+        return self.shrink(global_norm(norms))
 
 
 class ClipByNorm(ClipByNormBase):
@@ -141,18 +143,8 @@ class ClipByNorm(ClipByNormBase):
         [0.6 0.8]
     """
 
-    def unscale_and_clip(self, grads: tuple, divisor: Tensor) -> tuple:
-        """Return clip(grads / divisor), overflow, flags and the global norm: one multiply for each gradient."""
-        overflow, flags, square_sum = self.gradients.check_with_norm(grads)
-        _, norm = self.factor(square_sum, divisor)
-        overflow = ops.logical_or(overflow, norm > LARGEST_FLOAT32)
-        clipped: tuple = ()
-        for grad in grads:
-            _, _, own_square_sum = self.gradients.check_with_norm((grad,))
-            factor, _ = self.factor(own_square_sum, divisor)
-            product, _, _ = self.gradients.multiply_and_check((grad,), factor)
-            clipped += product
-        return clipped, overflow, flags, norm
+    def factor(self, norms: Tensor) -> Tensor:
+        return self.shrink(norms)
 
 
 class ClipByValue(nn.Cell):
@@ -185,7 +177,7 @@ class ClipByValue(nn.Cell):
 
     def __init__(self, limit: float):
         super().__init__()
-        self.limit = Tensor(check_positive_number("limit", limit, type(self).__name__), mstype.float32)
+        self.limit = Tensor(check_limit("limit", limit, type(self).__name__), mstype.float32)
         self.map = ops.HyperMap()
 
     def construct(self, grads: tuple) -> tuple:

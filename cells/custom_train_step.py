@@ -6,7 +6,7 @@ from mindspore import Tensor, nn, ops
 from mindspore import dtype as mstype
 
 from cells.checks import SMALLEST_NORMAL_FLOAT32, check_positive_number
-from cells.unscale import cast_like, cast_up, multiply
+from cells.gradient_ops import cast_like, cast_up, multiply
 
 
 class CustomTrainOneStepCell(nn.TrainOneStepCell):

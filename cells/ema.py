@@ -1,8 +1,8 @@
 """How are weights averaged? Shadow weights that follow the trained ones, after each real update."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Optional
+from typing import Any, Optional
 
 from mindspore import Parameter, ParameterTuple, Tensor, nn, ops
 from mindspore import dtype as mstype
@@ -62,9 +62,25 @@ class EMA(nn.Cell):
         self.updates = Parameter(Tensor(0, mstype.int32), name="ema.updates", requires_grad=False)
         self.map = ops.HyperMap()
         self.is_bound = False
+        self._is_owned = False
         self._kept: list = []
         if parameters is not None:
-            self.bind(parameters)
+            self.bind(_checked_parameters(parameters, owner))
+
+    def check_unowned(self) -> None:
+        """Raise ValueError if a train cell already moves these averages."""
+        if self._is_owned:
+            raise ValueError(
+                "This EMA already belongs to another train cell, and would average that one's weights at this one's "
+                "pace. Make one EMA for each train cell."
+            )
+
+    def join(self, weights: Sequence) -> None:
+        """Let one train cell, which trains `weights`, move the averages: of its own Parameters, or else of those."""
+        self.check_unowned()
+        if not self.is_bound:
+            self.bind(weights)
+        self._is_owned = True
 
     def bind(self, parameters: Sequence) -> None:
         """Make a shadow weight for each of the Parameters, with their present values."""
@@ -111,6 +127,15 @@ class EMA(nn.Cell):
             yield
         finally:
             self.restore()
+
+
+def _checked_parameters(parameters: Any, owner: str) -> list:
+    found = list(parameters) if isinstance(parameters, Iterable) and not isinstance(parameters, Tensor) else [None]
+    if not found or not all(isinstance(parameter, Parameter) for parameter in found):
+        raise TypeError(
+            f"For '{owner}', 'parameters' must be Parameters, but got {parameters!r}; write net.trainable_params()."
+        )
+    return found
 
 
 def _shadow_of(weight: Parameter) -> Parameter:

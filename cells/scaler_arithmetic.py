@@ -6,12 +6,12 @@ from mindspore import Tensor, amp, context, ops
 from mindspore import dtype as mstype
 
 from cells.backends import backend
-from cells.native import NativeGradients, library_path
-from cells.unscale import cast_up, has_nonfinite, multiply, unscale, usable_scale
+from cells.gradient_ops import cast_up, has_nonfinite, multiply, unscale, usable_scale
+from cells.native import NativeArithmetic, library_path
 
 _FLOATS = (mstype.float32, mstype.float16, mstype.bfloat16, mstype.float64)
 # Built on import: a compiled function can use a Cell of this module but not keep one that it builds.
-_native: Any = NativeGradients() if library_path() is not None else None
+_native: Any = NativeArithmetic(norms=False) if library_path() is not None else None
 
 
 @ops.constexpr
@@ -39,8 +39,8 @@ def unscale_wide(grads: Any, scale: Tensor) -> Any:
 def unscale_and_check(grads: tuple, scale: Tensor) -> tuple:
     """Return (grads / scale in at least float32, whether any value of them is inf or nan)."""
     if _native_serves(grads):
-        unscaled, overflow, _ = _native.unscale_and_check(grads, scale)
-        return unscaled, overflow
+        unscaled, flags, _ = _native.divide_and_look(scale, grads)
+        return unscaled, flags.any()
     unscaled = unscale_wide(grads, scale)
     return unscaled, overflows(unscaled)
 
@@ -49,8 +49,8 @@ def overflows(tensors: tuple) -> Tensor:
     """Return a bool scalar: whether any value of the Tensors, at least one, is inf or nan."""
     if _native_serves(tensors):
         # The kernel can't be differentiated, and an `if` on its answer in a forward function would ask for that.
-        overflow, _ = _native.check(ops.stop_gradient(tensors))
-        return ops.stop_gradient(overflow)
+        flags, _ = _native.look(Tensor(1.0, mstype.float32), ops.stop_gradient(tensors))
+        return ops.stop_gradient(flags.any())
     if _on_cpu():
         return has_nonfinite(tensors)
     return ops.logical_not(amp.all_finite(tensors))

@@ -7,11 +7,11 @@ from mindspore import Parameter, Tensor, amp, nn, ops
 from mindspore import dtype as mstype
 
 from cells.checks import check_loss_scale
+from cells.gradient_ops import cast_like, cast_up, multiply
 from cells.scale_rule import LossScaleRule, next_loss_scale
 from cells.scaler_arithmetic import unscale_wide
 from cells.state_dict import check_count, check_keys
 from cells.trees import map_tensors
-from cells.unscale import cast_like, cast_up, multiply
 
 _numbers = itertools.count(1)
 

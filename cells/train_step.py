@@ -1,32 +1,39 @@
 """What is one training step? The order of operations, each stage a method or a cell that can be replaced alone."""
 
-import itertools
+import inspect
 from typing import Any, Optional, Union
 
-import numpy as np
-from mindspore import Parameter, Tensor, context, jit, nn, ops
+from mindspore import Tensor, jit, nn, ops
 from mindspore import dtype as mstype
 
 from cells.accumulate import GradientAccumulator
 from cells.backends import gradient_arithmetic
 from cells.backward import extras_of, fixed_input_count, gradient_seed, loss_of, scale_of_call
-from cells.checks import check_bool, check_positive_int, scale_tensor
-from cells.clip import ClipByGlobalNorm, ClipByNormBase
+from cells.checks import scale_tensor, warn_of_divisor
+from cells.clip import ClipByGlobalNorm
 from cells.ema import EMA
-from cells.options import OUTPUTS, check_options, checked_outputs, checked_scale_sense
+from cells.gradient_ops import as_scalar, cast_like, cast_up, global_norm, on_cpu, overflow_of, usable_scale
+from cells.outputs import OUTPUTS, StepOptions, checked_options
+from cells.overflow_record import OverflowRecord
 from cells.ranks import check_ranks_agree, check_world
 from cells.scale_update import LossScaleUpdateCell
-from cells.unscale import (
-    SparseGradients,
-    as_scalar,
-    cast_like,
-    cast_up,
-    may_have_sparse_gradients,
-    unscale,
-    usable_scale,
-)
+from cells.storage import ParameterStorage
+from cells.unscale import Unscale, unscaling
 
-_steps = itertools.count(1)
+# Methods of 0.1.0 that a subclass may have overridden: how many arguments they took, and what to write now.
+_RENAMED = {
+    "reduce": (1, "reduce_gradients(self, grads)"),
+    "skips": (2, "skips_update(self, overflow, norm)"),
+    "step": (1, "apply_update(self, grads)"),
+    "step_unless": (2, "skips_update(self, overflow, norm) or apply_update(self, grads)"),
+    "step_or_keep_flags": (3, "skips_update(self, overflow, norm) or apply_update(self, grads)"),
+    "update": (5, "one stage of those in docs/train-step.md"),
+    "unscale_and_check": (3, "unscale_and_check(self, scaled, divisor), which returns (gradients, overflow, norm)"),
+    "unscale_clip_and_check": (3, "unscale_and_check(self, scaled, divisor)"),
+    "keep_flags": (2, "unscale_and_check(self, scaled, divisor)"),
+}
+# What users read of a train cell. A subclass may use these names for attributes of its own.
+_READABLE = ("accumulate_steps", "clip_grad", "ema", "drop_overflow_update", "outputs", "scale_every_call")
 
 
 class TrainOneStepWithLossScaleCell(nn.TrainOneStepWithLossScaleCell):
@@ -125,255 +132,275 @@ class TrainOneStepWithLossScaleCell(nn.TrainOneStepWithLossScaleCell):
         outputs: Union[str, tuple] = OUTPUTS[:3],
     ):
         owner = type(self).__name__
-        self_scaled = scale_sense is None
-        scale_sense = checked_scale_sense(scale_sense, owner)
-        names = checked_outputs(outputs, optimizer, owner)
-        accumulate_steps = check_positive_int("accumulate_steps", accumulate_steps, owner)
-        sparse = may_have_sparse_gradients(network)
-        check_options(owner, accumulate_steps, clip_grad, ema, names, sparse, self_scaled)
-        check_world(owner)
-        super().__init__(network, optimizer, scale_sense)
-        self.scale_sense.requires_grad = False
-        if isinstance(scale_sense, LossScaleUpdateCell):
-            scale_sense.bind(self.scale_sense)
-        self.cpu_target = context.get_context("device_target") == "CPU"
-        self.scale_every_call = self_scaled
-        # The number of inputs that means "the last one is a scale"; -1 where none does.
-        self.inputs_with_scale = -1
-        if self.loss_scaling_manager is not None:
-            self.inputs_with_scale = fixed_input_count(network) + 1
-        # The gradients have been reduced when they are checked, so inf and nan are on every device already and
-        # the flag need not be sent, unless a subclass brings a check of its own.
-        self.check_here = self.cpu_target and not self._overrides("get_overflow_status")
-        self.sparse_gradients = sparse
-        scalars = any(not weight.shape for weight in self.weights)
-        self.gradients = SparseGradients() if sparse else gradient_arithmetic(scalars)
-        self.narrow_parameters = any(p.dtype in (mstype.float16, mstype.bfloat16) for p in self.weights)
-        # A list, because a Parameter set as an attribute would go into checkpoints, where it has no business. Nobody
-        # prefixes its name there, and two train cells in one graph need two.
-        flags = Tensor(np.zeros(len(self.weights), np.bool_))
-        number = next(_steps)
-        self._overflow_flags = [Parameter(flags, name=f"overflow_flags.{number}", requires_grad=False)]
-        seen = Tensor(False, mstype.bool_)
-        self._overflow_seen = [Parameter(seen, name=f"overflow_seen.{number}", requires_grad=False)]
-
-        self.zero = Tensor(0.0, mstype.float32)  # in place of what `outputs` does not name
-        self.outputs = names
-        self.places = tuple(OUTPUTS.index(name) for name in names)
-        self.bare_output = isinstance(outputs, str)
-        self.drop_overflow_update = check_bool("drop_overflow_update", drop_overflow_update, owner)
-        self.accumulate_steps = accumulate_steps
-        self.accumulator: Any = GradientAccumulator(self.weights, accumulate_steps) if accumulate_steps > 1 else None
-        self.clip_grad: Any = clip_grad
-        self.skip_above = clip_grad.skip_above if isinstance(clip_grad, ClipByGlobalNorm) else None
-        # Short cuts go around stages, so they are taken only where a subclass has left those as they are.
-        own_skips = self._overrides("skips", "step_unless")
-        self.plain_skip = self.drop_overflow_update and self.skip_above is None and not own_skips
-        own_unscale = self._overrides("unscale_and_check")
-        self.folds_clip = self.check_here and not self.narrow_parameters and not own_unscale and _folds(clip_grad)
-        self.reports_norm = "grad_norm" in names or self.skip_above is not None or (own_skips and not sparse)
-        # The norm is taken in the pass that unscales, where nothing is done to the gradients in between.
-        narrow = self.narrow_parameters or sparse
-        self.unscales_with_norm = self.reports_norm and self.check_here and not narrow and not own_unscale
-        self.reports_rate = "learning_rate" in names
-        self.ema = ema
-        # A fused optimizer unscales, checks, skips and steps by itself: only where nothing comes between.
-        between = (accumulate_steps > 1, clip_grad, ema, self.reports_norm, not self.plain_skip, sparse)
-        self.fused_optimizer = (
-            getattr(optimizer, "takes_scaled_gradients", False)
-            and self.check_here
-            and not any(between)
-            and isinstance(scale_sense, (Tensor, LossScaleUpdateCell))
-            and not self._overrides(*_FUSED)
+        options = checked_options(
+            owner, network, optimizer, scale_sense, accumulate_steps, clip_grad, ema, drop_overflow_update, outputs
         )
-        if ema is not None and not ema.is_bound:
-            ema.bind(self.weights)
-        self._ranks_checked = not self.reducer_flag
+        check_world(owner)
+        warn_of_divisor(optimizer, owner)
+        super().__init__(network, optimizer, options.scale_sense)
+        self.scale_sense.requires_grad = False
+        self.cpu_target = on_cpu()
+        self._own_names: set = set()
+        # A subclass may replace any method, so only this very class may go around them.
+        own = type(self) is TrainOneStepWithLossScaleCell
+        steps = options.accumulate_steps
+        norm = "grad_norm" in options.outputs or getattr(clip_grad, "skip_above", None) is not None
+        norm = norm or not (own or options.sparse)
+        # What the stages read has names that no subclass sets by accident.
+        self._stage_options = options
+        self._stage_steps = steps
+        self._stage_scale_every_call = options.scale_every_call
+        # The number of inputs that means "the last one is a scale", which none does without an update cell.
+        self._stage_inputs_with_scale = -1 if self.loss_scaling_manager is None else fixed_input_count(network) + 1
+        self._stage_drops_overflow = options.drop_overflow_update
+        self._stage_skip_above = getattr(clip_grad, "skip_above", None)
+        self._stage_sparse = options.sparse
+        self._stage_accumulator: Any = GradientAccumulator(self.weights, steps) if steps > 1 else None
+        self._stage_unscaling, self._stage_clip = unscaling(
+            self.weights, clip_grad, options.sparse, norm, own, steps > 1
+        )
+        self._stage_record = OverflowRecord(self.weights, options.sparse)
+        self._stage_average = ema
+        self._stage_rate = "learning_rate" in options.outputs
+        self._stage_outputs = tuple(OUTPUTS.index(name) for name in options.outputs)
+        self._stage_bare_output = options.bare_output
+        # MindSpore's own check says whether there was an overflow, not where.
+        self._stage_looks_again = isinstance(self._stage_unscaling, Unscale)
+        self._stage_fusion = _fusion(options, optimizer, norm) if own else None
+        if self._stage_fusion == "factor":
+            norms = norm or clip_grad is not None
+            self._stage_arithmetic = gradient_arithmetic(norms, in_branch=steps > 1)
+            self._stage_clip = clip_grad
+        self._stage_storage: Optional[ParameterStorage] = None
+        self._stage_ranks_checked = not self.reducer_flag
+        # Last, so that a constructor that failed leaves both free for the next one.
+        if isinstance(options.scale_sense, LossScaleUpdateCell):
+            options.scale_sense.bind(self.scale_sense)
+        if ema is not None:
+            ema.join(self.weights)
+
+    def __init_subclass__(cls, **kwargs: Any):
+        super().__init_subclass__(**kwargs)
+        for name, (count, new) in _RENAMED.items():
+            method = cls.__dict__.get(name)
+            if inspect.isfunction(method) and len(inspect.signature(method).parameters) == count + 1:
+                raise TypeError(
+                    f"'{cls.__name__}' overrides '{name}' of version 0.1.0, which nobody calls any more; write {new} "
+                    "instead. A method of your own needs another name."
+                )
+
+    def __getattr__(self, name: str) -> Any:
+        if name in _READABLE and name not in self.__dict__.get("_own_names", _READABLE):
+            return getattr(self._stage_options, name)
+        if name == "accumulator" and name not in self.__dict__.get("_own_names", ("accumulator",)):
+            return self._stage_accumulator
+        return super().__getattr__(name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name in (*_READABLE, "accumulator"):
+            self._own_names.add(name)
+        super().__setattr__(name, value)
 
     def __call__(self, *inputs: Any, **named_inputs: Any) -> Any:
-        if not self._ranks_checked:
+        if not self._stage_ranks_checked:
             check_ranks_agree(self)
-            self._ranks_checked = True
+            self._stage_ranks_checked = True
+        self._check_storage()
         return super().__call__(*inputs, **named_inputs)
 
+    def _check_storage(self) -> None:
+        """See to values that were loaded since the last call; see `cells.storage`."""
+        loaded = self._stage_storage is None
+        if loaded and self.cpu_target:
+            self._stage_storage = ParameterStorage(list(self.get_parameters()))
+        elif self._stage_storage is not None:
+            loaded = self._stage_storage.restore()
+        if loaded and self._stage_accumulator is not None:
+            self._stage_accumulator.check_restored()
+
     def construct(self, *inputs):
-        scale_is_input = self.scale_every_call or len(inputs) == self.inputs_with_scale
+        brings_scale = self._stage_scale_every_call or len(inputs) == self._stage_inputs_with_scale
         scale = self.scale_sense * 1.0  # a copy: the Parameter changes below
-        if scale_is_input:
+        if brings_scale:
             scale = scale_of_call(inputs[-1])
             inputs = inputs[:-1]
         output = self.network(*inputs)
         # The loss comes before the gradients: its last ops would else become one more graph, behind the branch.
-        used = usable_scale(ops.depend(as_scalar(scale), loss_of(output)), self.accumulate_steps)
+        used = usable_scale(ops.depend(as_scalar(scale), loss_of(output)), self._stage_steps)
         grads = self.scaled_gradients(inputs, output, used)
-        if self.accumulate_steps == 1:
-            report = self.update(grads, grads, used, scale, scale_is_input)
-        else:
-            if scale_is_input:
+        if self._stage_steps > 1:
+            if brings_scale:
                 raise ValueError("The scale is constant inside a window: a call can't bring one with accumulate_steps.")
-            totals, ends_window = self.accumulator(grads)
-            report = self.unchanged(scale)
-            if ends_window:
-                report = self.update_and_clear(grads, totals, used, scale)
+            report = self.update_after_window(grads, used * self._stage_steps, scale)
+        elif self._stage_fusion == "scale":
+            report = self.update_fused(self.reduce_gradients(grads), used, scale, brings_scale)
+        elif self._stage_fusion == "factor":
+            report = self.update_by_factor(self.reduce_gradients(grads), used, scale, brings_scale)
+            if self._stage_average is not None and report[4]:
+                self._stage_average()
+        else:
+            report = self.update_at_once(grads, used, scale, brings_scale)
         return self.select_outputs(output, report)
 
     def scaled_gradients(self, inputs: tuple, output: Any, scale: Tensor) -> tuple:
         """Return the gradients of scale * loss for the weights, in the dtypes that the backward pass gives."""
         return self.grad(self.network, self.weights)(*inputs, gradient_seed(output, scale))
 
-    def update(self, grads: tuple, totals: tuple, used: Tensor, scale: Tensor, keeps_scale: bool) -> tuple:
-        """From scaled gradients to moved weights: reduce, unscale, check, update the scale, clip, step, average.
-
-        Args:
-            grads: the last gradients, whose dtypes are the parameters'.
-            totals: the scaled gradients, or their sums over the window.
-            used: float32 scalar, the scale that they carry.
-            scale: the scale to report if this step leaves it.
-            keeps_scale: whether the scale came with the call, and no update cell is asked.
-
-        Returns:
-            Tuple (overflow, loss_scale, grad_norm, learning_rate, updated).
-        """
-        if self.fused_optimizer:
-            return self.update_fused(self.reduce(totals), used, scale, keeps_scale)
-        true_grads, overflow, flags, norm = self.unscale_clip_and_check(grads, totals, used)
-        skip = overflow
-        if not keeps_scale:
-            skip = self.process_loss_scale(overflow)
-            scale = self.scale_sense * 1.0
-        rate = self.learning_rate()
-        if self.plain_skip:
-            updated = self.step_or_keep_flags(skip, true_grads, flags)
-        else:
-            updated = self.step_unless(self.skips(skip, norm), true_grads)
-            if overflow:
-                updated = ops.depend(updated, self.keep_flags(true_grads, flags))
-        return overflow, scale, norm.astype(mstype.float32) if self.reports_norm else self.zero, rate, updated
-
-    @jit(backend="ms_backend")  # in PYNATIVE_MODE one compiled call, as MindSpore's own optimizers are
-    def update_fused(self, grads: tuple, used: Tensor, scale: Tensor, keeps_scale: bool) -> tuple:
-        """Do what `update` does by an optimizer that takes scaled gradients, see `cells.fused`."""
-        rate = self.learning_rate()
-        overflow, flags = self.optimizer.apply_scaled_gradients(grads, used)
-        kept = self._overflow_flags[0]
-        overflow = ops.depend(overflow, ops.assign(kept, ops.select(overflow, flags, kept)))
-        if not keeps_scale:
-            overflow = ops.depend(overflow, self.process_loss_scale(overflow))
-            scale = self.scale_sense * 1.0
-        return overflow, scale, self.zero, rate, ops.logical_not(overflow)
-
-    def _overrides(self, *stages: str) -> bool:
-        """Return whether a subclass has a stage of its own in place of one of these methods."""
-        return any(getattr(type(self), stage) is not getattr(TrainOneStepWithLossScaleCell, stage) for stage in stages)
-
-    def skips(self, overflow: Tensor, norm: Tensor) -> Tensor:
-        """Return whether this step leaves the weights: on overflow if that is dropped, and on a spike of the norm."""
-        skip = Tensor(False, mstype.bool_)
-        if self.drop_overflow_update:
-            skip = overflow
-        if self.skip_above is not None:
-            skip = ops.logical_or(skip, norm > self.skip_above)
-        return skip
-
-    def step_or_keep_flags(self, overflow: Tensor, grads: tuple, flags: Any) -> Tensor:
-        """Step if there was no overflow, else keep which gradients had it. Return whether it stepped."""
-        if overflow:
-            updated = ops.depend(Tensor(False, mstype.bool_), self.keep_flags(grads, flags))
-        else:
-            updated = self.step(grads)
-        return updated
-
-    def step_unless(self, skip: Tensor, grads: tuple) -> Tensor:
-        """Step unless `skip`. Return whether it stepped."""
+    def update_at_once(self, scaled: tuple, divisor: Tensor, scale: Tensor, brings_scale: bool) -> tuple:
+        """From scaled gradients to moved weights. Return (overflow, loss_scale, grad_norm, learning_rate, updated)."""
+        grads, overflow, norm = self.unscale_and_check(self.reduce_gradients(scaled), divisor)
+        skip, scale = self._move_scale(overflow, scale, brings_scale)
+        rate = self._rate_of_update()
+        if self._stage_looks_again and overflow:
+            self._stage_record.look(grads)
         updated = Tensor(False, mstype.bool_)
-        if not skip:
-            updated = self.step(grads)
-        return updated
+        if not self.skips_update(skip, norm):
+            updated = self.apply_update(self._clipped(grads))
+        return overflow, scale, norm.astype(mstype.float32), rate, updated
 
-    def step(self, grads: tuple) -> Tensor:
-        """Run the optimizer on clipped gradients, then the average of the weights. Return True."""
-        done = ops.depend(Tensor(True, mstype.bool_), self.optimizer(grads))
-        if self.ema is not None:
-            done = ops.depend(done, self.ema())
-        return done
+    def update_after_window(self, scaled: tuple, divisor: Tensor, scale: Tensor) -> tuple:
+        """Add the gradients to the sums; after a window's last ones do what `update_at_once` does.
 
-    def update_and_clear(self, grads: tuple, totals: tuple, used: Tensor, scale: Tensor) -> tuple:
-        """Update from the sums of a window, then set them to zero."""
-        overflow, scale, norm, rate, updated = self.update(grads, totals, used, scale, False)
-        updated = ops.depend(updated, self.accumulator.clear())
+        The conditionals stand side by side, and only Parameters pass from one to the next: see `GradientAccumulator`.
+        """
+        window = self._stage_accumulator
+        totals, boundary = window(scaled)
+        overflow = updated = Tensor(False, mstype.bool_)
+        norm = Tensor(0.0, mstype.float32)
+        rate = self._rate_of_update()
+        if boundary:
+            overflow, scale, norm = self._decide_window(self.reduce_gradients(totals), divisor, scale)
+        updates, overflowed = window.decision
+        if self._stage_looks_again and ops.logical_and(overflowed, boundary):
+            self._stage_record.look(window.totals)
+        if ops.logical_and(updates, boundary):
+            updated = self._apply_window(window.totals)
+        if boundary:
+            window.clear()
         return overflow, scale, norm, rate, updated
 
-    def unchanged(self, scale: Tensor) -> tuple:
-        """Return what `update` does, for a micro-step that ends no window."""
-        false = Tensor(False, mstype.bool_)
-        return false, scale, self.zero, self.learning_rate(), false
+    def _decide_window(self, totals: tuple, divisor: Tensor, scale: Tensor) -> tuple:
+        window = self._stage_accumulator
+        if self._stage_fusion == "factor":
+            overflow, scale, norm, _, updated = self.update_by_factor(totals, divisor, scale, False)
+            return window.decide(updated, overflow), scale, norm
+        grads, overflow, norm = self.unscale_and_check(totals, divisor)
+        skip, scale = self._move_scale(overflow, scale, False)
+        updates = ops.depend(ops.logical_not(self.skips_update(skip, norm)), window.keep(grads))
+        return window.decide(updates, overflow), scale, norm.astype(mstype.float32)
 
-    def learning_rate(self) -> Tensor:
-        """Return the learning rate of the update to come, where `outputs` names it."""
-        if self.reports_rate:
+    def _apply_window(self, totals: tuple) -> Tensor:
+        if self._stage_fusion != "factor":
+            return self.apply_update(self._clipped(cast_like(self.weights, totals)))
+        done = Tensor(True, mstype.bool_)
+        return done if self._stage_average is None else ops.depend(done, self._stage_average())
+
+    @jit(backend="ms_backend")  # in PYNATIVE_MODE one compiled call, as MindSpore's own optimizers are
+    def update_fused(self, grads: tuple, divisor: Tensor, scale: Tensor, brings_scale: bool) -> tuple:
+        """Do what `update_at_once` does by an optimizer that takes scaled gradients, see `cells.fused`."""
+        rate = self._rate_of_update()
+        overflow, flags = self.optimizer.apply_scaled_gradients(grads, divisor)
+        overflow = ops.depend(overflow, self._stage_record(overflow, flags))
+        skip, scale = self._move_scale(overflow, scale, brings_scale)
+        overflow = ops.depend(overflow, skip)
+        return overflow, scale, Tensor(0.0, mstype.float32), rate, ops.logical_not(overflow)
+
+    @jit(backend="ms_backend")
+    def update_by_factor(self, grads: tuple, divisor: Tensor, scale: Tensor, brings_scale: bool) -> tuple:
+        """Look at the gradients, then give them to an optimizer that multiplies by one factor, see `cells.fused`."""
+        rate = self._rate_of_update()
+        flags, norms = self._stage_arithmetic.look(divisor, grads)
+        overflow = flags.any()
+        overflow = ops.depend(overflow, self._stage_record(overflow, flags))
+        factor = ops.reciprocal(divisor.astype(mstype.float64))
+        norm = global_norm(norms) if self._stage_arithmetic.norms else Tensor(0.0, mstype.float32)
+        if self._stage_clip is not None:
+            factor = factor * self._stage_clip.shrink(norm)
+        skip, scale = self._move_scale(overflow, scale, brings_scale)
+        skip = self.skips_update(skip, norm)
+        done = self.optimizer.apply_scaled_gradients(grads, divisor, factor, skip)
+        updated = ops.depend(ops.logical_not(skip), done)
+        return overflow, scale, norm.astype(mstype.float32), rate, updated
+
+    def reduce_gradients(self, grads: tuple) -> tuple:
+        """Return the gradients' mean over the devices, where there are several, in at least float32."""
+        return self.grad_reducer(cast_up(grads)) if self.reducer_flag else self.grad_reducer(grads)
+
+    def unscale_and_check(self, scaled: tuple, divisor: Tensor) -> tuple:
+        """Divide reduced gradients by `divisor`, in at least float32, cast them to the parameters' dtypes, look.
+
+        Returns:
+            The gradients as the clip will get them; a bool scalar, whether any of their values is inf or nan (on
+            Ascend and GPU, whatever MindSpore's check says); and their global norm, 0 where nobody asked for it.
+        """
+        grads, status, flags, norm = self._stage_unscaling(scaled, divisor)
+        overflow = as_scalar(self.get_overflow_status(status, grads))
+        if not self._stage_looks_again:
+            overflow = ops.depend(overflow, self._stage_record(overflow, flags))
+        return grads, overflow, norm
+
+    def get_overflow_status(self, status: Any, compute_output: Any) -> Tensor:
+        """Return whether `compute_output`, a tuple of gradients, overflowed on any device.
+
+        A bool `status` is the answer, found while unscaling. Else this looks for inf and nan on CPU, and adds up the
+        devices' flags where there are several; on Ascend and GPU it is MindSpore's own check.
+        """
+        if isinstance(status, Tensor) and status.dtype == mstype.bool_:
+            return status
+        if not self.cpu_target:
+            # Not super(): in GRAPH_MODE it is the parent of the cell's own class, and subclasses would call this again.
+            return nn.TrainOneStepWithLossScaleCell.get_overflow_status(self, status, compute_output)
+        overflow = overflow_of(compute_output, self._stage_sparse)
+        if self.is_distributed:
+            overflow = self.allreduce(overflow.astype(mstype.float32)) > 0
+        return overflow
+
+    def _move_scale(self, overflow: Tensor, scale: Tensor, brings_scale: bool) -> tuple:
+        """Let the update cell move the scale, unless it came with the call; return (whether to skip, the scale)."""
+        if brings_scale:
+            return overflow, scale
+        skip = self.process_loss_scale(overflow)
+        return skip, self.scale_sense * 1.0
+
+    def _rate_of_update(self) -> Tensor:
+        if self._stage_rate:
             return self.optimizer.get_lr() * 1.0
-        return self.zero
+        return Tensor(0.0, mstype.float32)
+
+    def _clipped(self, grads: tuple) -> tuple:
+        return grads if self._stage_clip is None else self._stage_clip(grads)
+
+    def skips_update(self, overflow: Tensor, norm: Tensor) -> Tensor:
+        """Return whether this step leaves the weights: on overflow if that is dropped, and on a spike of the norm."""
+        skip = overflow if self._stage_drops_overflow else Tensor(False, mstype.bool_)
+        if self._stage_skip_above is not None:
+            skip = ops.logical_or(skip, norm > self._stage_skip_above)
+        return skip
+
+    def apply_update(self, grads: tuple) -> Tensor:
+        """Run the optimizer on clipped gradients, then the average of the weights. Return True."""
+        done = ops.depend(Tensor(True, mstype.bool_), self.optimizer(grads))
+        return done if self._stage_average is None else ops.depend(done, self._stage_average())
 
     def select_outputs(self, output: Any, report: tuple) -> Any:
         """Return what `outputs` names, and after it what the network returns beside the loss."""
         values = (loss_of(output), *report)
         selected: tuple = ()
-        for place in self.places:
+        for place in self._stage_outputs:
             selected = (*selected, values[place])
         selected = selected + extras_of(output)
-        if self.bare_output and len(selected) == 1:
+        if self._stage_bare_output and len(selected) == 1:
             return selected[0]
         return selected
 
-    def unscale_clip_and_check(self, grads: tuple, totals: tuple, used: Tensor) -> tuple:
-        """Return the true clipped gradients, whether the unclipped overflowed, their flags and their global norm.
+    @property
+    def step_options(self) -> StepOptions:
+        """What this cell was built with, whatever attributes a subclass has set."""
+        return self._stage_options
 
-        Our clips by norm are one multiply together with the unscaling; any other clip gets unscaled gradients.
-        """
-        divisor = used if self.accumulate_steps == 1 else used * self.accumulate_steps
-        if self.folds_clip:
-            return self.clip_grad.unscale_and_clip(self.reduce(totals), divisor)
-        norm = self.zero
-        if self.unscales_with_norm:
-            true_grads, overflow, flags, square_sum = self.gradients.unscale_with_norm(self.reduce(totals), divisor)
-            norm = ops.sqrt(square_sum)
-        else:
-            true_grads, overflow, flags = self.unscale_and_check(grads, totals, divisor)
-            if self.reports_norm:
-                norm = self.gradients.global_norm(true_grads)
-        if self.clip_grad is not None:
-            true_grads = self.clip_grad(true_grads)
-        return true_grads, overflow, flags, norm
-
-    def unscale_and_check(self, grads: tuple, totals: tuple, divisor: Tensor) -> tuple:
-        """Reduce across devices, divide by `divisor`, cast to the dtypes of `grads` and look for overflow.
-
-        Returns:
-            The gradients as the optimizer will get them; a bool scalar, whether any of their values is inf or nan
-            (on Ascend and GPU, whatever MindSpore's check says); and for each gradient whether it holds any (empty
-            where another check than this library's was made).
-        """
-        reduced = self.reduce(totals)
-        if not self.check_here:
-            unscaled = cast_like(grads, unscale(cast_up(reduced), divisor))
-            overflow = self.get_overflow_status(Tensor([0] * 8, mstype.int32), unscaled).reshape(())
-            return unscaled, overflow, ()
-        unscaled, overflow, flags = self.gradients.unscale_and_check(reduced, divisor)
-        if self.narrow_parameters:  # a float32 may become inf in float16
-            unscaled = cast_like(grads, unscaled)
-            overflow, flags = self.gradients.check(unscaled)
-        return unscaled, overflow, flags
-
-    def reduce(self, grads: tuple) -> tuple:
-        """Return the gradients' mean over the devices, where there are several, in at least float32."""
-        return self.grad_reducer(cast_up(grads)) if self.reducer_flag else self.grad_reducer(grads)
-
-    def keep_flags(self, unscaled: tuple, flags: Any) -> Tensor:
-        """Keep which gradients held inf or nan, for `nonfinite_parameters`. Runs on overflow only."""
-        if not self.check_here or self.sparse_gradients:
-            flags = self.gradients.nonfinite_flags(unscaled)
-        seen = ops.assign(self._overflow_seen[0], Tensor(True, mstype.bool_))
-        return ops.depend(ops.assign(self._overflow_flags[0], flags), seen)
+    def in_window(self) -> bool:
+        """Return whether a window of micro-steps is unfinished. Reads the device."""
+        return self._stage_accumulator is not None and self._stage_accumulator.in_window()
 
     def nonfinite_parameters(self) -> list:
         """Return the names of the parameters whose gradients held inf or nan at the last overflow.
@@ -381,23 +408,7 @@ class TrainOneStepWithLossScaleCell(nn.TrainOneStepWithLossScaleCell):
         Empty before the first one; ["unknown"] where an overflow left no inf or nan, as in Ascend's saturation mode,
         where the device reports overflow but clips to the largest number. Reads the device.
         """
-        flags = self._overflow_flags[0].asnumpy()
-        names = [weight.name for weight, flag in zip(self.weights, flags) if flag]
-        return names or (["unknown"] if self._overflow_seen[0].asnumpy() else [])
-
-    def get_overflow_status(self, status: Any, compute_output: Any) -> Tensor:
-        """Return whether `compute_output`, a tuple of gradients, overflowed on any device.
-
-        On CPU this looks for inf and nan, and adds up the devices' flags where there are several; on Ascend
-        and GPU it is MindSpore's own check. For train cells built on this one.
-        """
-        if not self.cpu_target:
-            # Not super(): in GRAPH_MODE it is the parent of the cell's own class, and subclasses would call this again.
-            return nn.TrainOneStepWithLossScaleCell.get_overflow_status(self, status, compute_output)
-        overflow, _ = self.gradients.check(compute_output)
-        if self.is_distributed:
-            overflow = self.allreduce(overflow.astype(mstype.float32)) > 0
-        return overflow
+        return self._stage_record.names()
 
     def set_sense_scale(self, sens: Tensor) -> None:
         """Set the loss scale, keeping the shape of the Parameter. Takes effect in compiled graphs too.
@@ -412,30 +423,26 @@ class TrainOneStepWithLossScaleCell(nn.TrainOneStepWithLossScaleCell):
         """
         owner = type(self).__name__
         value = scale_tensor("sens", sens, owner)
-        if self.scale_every_call:
+        if self._stage_options.scale_every_call:
             raise RuntimeError(
                 f"This '{owner}' was built without 'scale_sense' and takes its scale as the last input of each "
                 "call. Build it with scale_sense=Tensor(1024.0) to set the scale by set_sense_scale."
             )
-        if self.accumulator is not None and self.accumulator.in_window():
+        if self.in_window():
             raise RuntimeError(
-                f"The scale is constant inside a window of {self.accumulate_steps} micro-steps, and one is unfinished; "
+                f"The scale is constant inside a window of {self._stage_steps} micro-steps, and one is unfinished; "
                 "set the scale after its last micro-step."
             )
         ops.assign(self.scale_sense, value.reshape(self.scale_sense.shape))
 
 
-# The stages that a fused optimizer takes over.
-_FUSED = (
-    "unscale_clip_and_check",
-    "unscale_and_check",
-    "process_loss_scale",
-    "step_or_keep_flags",
-    "step",
-    "keep_flags",
-)
-
-
-def _folds(clip_grad: Any) -> bool:
-    """Return whether a clip is one of ours by a norm, unchanged, and can be one multiply with the unscaling."""
-    return isinstance(clip_grad, ClipByNormBase) and type(clip_grad).construct is ClipByNormBase.construct
+def _fusion(options: StepOptions, optimizer: Any, norm: bool) -> Optional[str]:
+    """Return how an optimizer that takes scaled gradients is called: with the "scale", with a "factor", or None."""
+    takes = getattr(optimizer, "takes_scaled_gradients", False) and on_cpu() and not options.sparse
+    if not takes or not isinstance(options.scale_sense, (Tensor, LossScaleUpdateCell)):
+        return None
+    between = (options.accumulate_steps > 1, options.clip_grad, options.ema, norm, not options.drop_overflow_update)
+    if not any(between):
+        return "scale"
+    clips = options.clip_grad is None or type(options.clip_grad) is ClipByGlobalNorm
+    return "factor" if clips and getattr(optimizer, "takes_gradient_factor", False) else None

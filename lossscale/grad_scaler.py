@@ -9,7 +9,7 @@ from mindspore import dtype as mstype
 from cells.ranks import on_any_rank
 from cells.scaler_arithmetic import unscale_and_check
 from cells.trees import map_tensors
-from cells.unscale import multiply
+from cells.gradient_ops import multiply
 from lossscale._scale_state import ScaleState, checked_scale
 from lossscale._stages import OptimizerState, Stage, checked_gradients
 

@@ -61,47 +61,6 @@ def flag_shapes(count: int) -> list:
     return [[1], [count]]
 
 
-def _shapes(grads: tuple) -> list:
-    # An output of shape () would leave the op as a Python number.
-    return [list(shape) or [1] for shape in grads]
-
-
-def _dtypes(grads: tuple) -> list:
-    return [mstype.float64 if grad.element_type() == mstype.float64 else mstype.float32 for grad in grads]
-
-
-def _product_shapes(factor, *grads):
-    return (*flag_shapes(len(grads)), *_shapes(grads))
-
-
-def _product_dtypes(factor, *grads):
-    return (mstype.bool_, mstype.bool_, *_dtypes(grads))
-
-
-def _product_norm_shapes(factor, *grads):
-    return (*flag_shapes(len(grads)), [1], *_shapes(grads))
-
-
-def _product_norm_dtypes(factor, *grads):
-    return (mstype.bool_, mstype.bool_, mstype.float64, *_dtypes(grads))
-
-
-def _check_shapes(*grads):
-    return tuple(flag_shapes(len(grads)))
-
-
-def _check_dtypes(*grads):
-    return (mstype.bool_, mstype.bool_)
-
-
-def _check_norm_shapes(*grads):
-    return (*flag_shapes(len(grads)), [1])
-
-
-def _check_norm_dtypes(*grads):
-    return (mstype.bool_, mstype.bool_, mstype.float64)
-
-
 _reshape_like = ops.MultitypeFuncGraph("reshape_like")
 _map = ops.HyperMap()
 
@@ -111,54 +70,60 @@ def _reshape_like_tensor(product, grad):
     return product.reshape(grad.shape)
 
 
-class NativeGradients(nn.Cell):
-    """Gradient arithmetic by the native kernel; see `cells.unscale.PlainGradients` for the methods.
+class _MultiplyShapes:
+    """The outputs of the one primitive: overflow, n flags, with `norms` n sums of squares, with `products` those."""
+
+    def __init__(self, norms: bool, products: bool):
+        self.norms, self.products = norms, products
+
+    def shapes(self, factor, *grads):
+        # An output of shape () would leave the op as a Python number.
+        products = [list(shape) or [1] for shape in grads] if self.products else []
+        return (*flag_shapes(len(grads)), *([[len(grads)]] if self.norms else []), *products)
+
+    def dtypes(self, factor, *grads):
+        wide = [mstype.float64 if grad.element_type() == mstype.float64 else mstype.float32 for grad in grads]
+        norms = [mstype.float64] if self.norms else []
+        return (mstype.bool_, mstype.bool_, *norms, *(wide if self.products else []))
+
+
+def _multiply_op(name: str, norms: bool, products: bool) -> ops.Custom:
+    outputs = _MultiplyShapes(norms, products)
+    return native_op(name, outputs.shapes, outputs.dtypes)
+
+
+class NativeArithmetic(nn.Cell):
+    """Gradient arithmetic by the native kernel: the methods of `cells.gradient_ops.PlainArithmetic`, one op each.
 
     Args:
+        norms: whether `divide_and_look` and `look` return norms.
         scalars: whether some gradients may have shape (). False makes compiling faster where there are many.
     """
 
-    def __init__(self, scalars: bool = True):
+    def __init__(self, norms: bool = True, scalars: bool = True):
         super().__init__()
+        self.norms = norms
+        self.looks_in_passing = True  # looking costs one reading of the gradients and no memory
         self.scalars = scalars
-        self.unscale_op = native_op("unscale", _product_shapes, _product_dtypes)
-        self.unscale_norm_op = native_op("unscale_norm", _product_norm_shapes, _product_norm_dtypes)
-        self.multiply_op = native_op("multiply", _product_shapes, _product_dtypes)
-        self.check_op = native_op("check", _check_shapes, _check_dtypes)
-        self.check_norm_op = native_op("check_norm", _check_norm_shapes, _check_norm_dtypes)
+        self.divide_op = _multiply_op("unscale_norm" if norms else "unscale", norms, True)
+        self.look_op = _multiply_op("look_norm" if norms else "look", norms, False)
+        self.multiply_op = _multiply_op("multiply", False, True)
 
-    def unscale_and_check(self, grads: tuple, scale: Tensor) -> tuple:
-        """Return (grads / scale, overflow, flags)."""
-        outputs = self.unscale_op(scale, *grads)
-        return self.shaped(outputs[2:], grads), outputs[0].reshape(()), outputs[1]
+    def divide_and_look(self, divisor: Tensor, grads: tuple) -> tuple:
+        """Return (grads / divisor, flags, norms)."""
+        outputs = self.divide_op(divisor, *grads)
+        if self.norms:
+            return self.shaped(outputs[3:], grads), outputs[1], ops.sqrt(outputs[2])
+        return self.shaped(outputs[2:], grads), outputs[1], ()
 
-    def unscale_with_norm(self, grads: tuple, scale: Tensor) -> tuple:
-        """Return (grads / scale, overflow, flags, sum of squares of grads / scale)."""
-        outputs = self.unscale_norm_op(scale, *grads)
-        return self.shaped(outputs[3:], grads), outputs[0].reshape(()), outputs[1], outputs[2].reshape(())
+    def look(self, divisor: Tensor, grads: tuple) -> tuple:
+        """Return (flags, norms) of grads / divisor, which is not kept."""
+        outputs = self.look_op(divisor, *grads)
+        return outputs[1], ops.sqrt(outputs[2]) if self.norms else ()
 
-    def multiply_and_check(self, grads: tuple, factor: Tensor) -> tuple:
-        """Return (grads * factor, overflow, flags)."""
-        outputs = self.multiply_op(factor, *grads)
-        return self.shaped(outputs[2:], grads), outputs[0].reshape(()), outputs[1]
-
-    def check(self, grads: tuple) -> tuple:
-        """Return (overflow, flags)."""
-        outputs = self.check_op(*grads)
-        return outputs[0].reshape(()), outputs[1]
-
-    def check_with_norm(self, grads: tuple) -> tuple:
-        """Return (overflow, flags, sum of squares)."""
-        outputs = self.check_norm_op(*grads)
-        return outputs[0].reshape(()), outputs[1], outputs[2].reshape(())
-
-    def global_norm(self, grads: tuple) -> Tensor:
-        """Return the norm of all gradients together, a float64 scalar."""
-        return ops.sqrt(self.check_with_norm(grads)[2])
-
-    def nonfinite_flags(self, grads: tuple) -> Tensor:
-        """Return a bool Tensor of shape (n,): which of the n gradients hold inf or nan."""
-        return self.check_op(*grads)[1]
+    def multiply(self, factor: Tensor, grads: tuple) -> tuple:
+        """Return grads * factor, in at least float32; a factor of shape (n,) has one number for each of them."""
+        return self.shaped(self.multiply_op(factor, *grads)[2:], grads)
 
     def shaped(self, products: tuple, grads: tuple) -> tuple:
         """Return the products with those of scalar gradients, which leave the op in shape (1,), in shape () again."""

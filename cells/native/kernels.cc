@@ -387,22 +387,23 @@ void SetFloatingPointMode(uint64_t) {}
 ExactSubnormals::ExactSubnormals() : saved_(FloatingPointMode()) { SetFloatingPointMode(saved_ & ~kFlushing); }
 
 void MultiplyAndCheck(double factor, const std::vector<Input> &inputs, void *const *outputs, bool *flags,
-                      double *sum_of_squares) {
+                      double *sums_of_squares) {
   std::vector<Block> blocks = BlocksOf(inputs, [](const Input &input) { return input.size; });
   const bool stream = outputs != nullptr && ValuesIn(blocks) > kStreamValues;
   const ExactSubnormals exact;
   ForEach(&blocks, [&](Block *block) {
     void *out = outputs == nullptr ? nullptr : outputs[block->index];
-    MultiplyBest(inputs[block->index], factor, out, stream, sum_of_squares != nullptr, block);
+    MultiplyBest(inputs[block->index], factor, out, stream, sums_of_squares != nullptr, block);
   });
   std::fill(flags, flags + inputs.size(), false);
-  double total = 0;
+  if (sums_of_squares != nullptr) {
+    std::fill(sums_of_squares, sums_of_squares + inputs.size(), 0.0);
+  }
   for (const Block &block : blocks) {
     flags[block.index] |= block.nonfinite;
-    total += block.sum_of_squares;
-  }
-  if (sum_of_squares != nullptr) {
-    *sum_of_squares = total;
+    if (sums_of_squares != nullptr) {
+      sums_of_squares[block.index] += block.sum_of_squares;
+    }
   }
 }
 

@@ -33,10 +33,10 @@ class ExactSubnormals {
 };
 
 // flags[i] = any value of inputs[i] * factor is inf or nan. With `outputs` the products are written there, in
-// float32 (float64 for float64). With `sum_of_squares` (double[1]) it receives that of all products.
+// float32 (float64 for float64). With `sums_of_squares` (double[n]) it receives those of each input's products.
 // The factor is rounded to float32 for all but float64.
 void MultiplyAndCheck(double factor, const std::vector<Input> &inputs, void *const *outputs, bool *flags,
-                      double *sum_of_squares);
+                      double *sums_of_squares);
 
 // One tensor of an optimizer: float32 weight and state, all of gradient.size values.
 struct MomentumTensor {

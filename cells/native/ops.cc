@@ -2,6 +2,7 @@
 #include <algorithm>
 #include <cstring>
 #include <iterator>
+#include <numeric>
 #include <vector>
 
 #include "kernels.h"
@@ -58,11 +59,11 @@ struct Arguments {
     return true;
   }
 
-  bool GetScalar(int i, double *value) const {
+  bool GetScalar(int i, double *value, int place = 0) const {
     if (std::strcmp(dtypes[i], "float32") == 0) {
-      *value = static_cast<double>(*static_cast<const float *>(data[i]));
+      *value = static_cast<double>(static_cast<const float *>(data[i])[place]);
     } else if (std::strcmp(dtypes[i], "float64") == 0) {
-      *value = *static_cast<const double *>(data[i]);
+      *value = static_cast<const double *>(data[i])[place];
     } else {
       return false;
     }
@@ -78,7 +79,8 @@ bool Any(const bool *flags, int n) {
   return any;
 }
 
-// Inputs: [factor,] n gradients. Outputs: overflow (1,), flags (n,) [, sum of squares (1,)] [, n products].
+// Inputs: [factor,] n gradients. Outputs: overflow (1,), flags (n,) [, sums of squares (n,) or (1,)] [, n products].
+// A factor of shape (n,) has one number for each gradient.
 int Multiply(const Arguments &arguments, bool has_factor, bool reciprocal, bool has_norm, bool has_outputs) {
   const int first = has_factor ? 1 : 0;
   const int fixed = first + 2 + (has_norm ? 1 : 0);
@@ -98,9 +100,29 @@ int Multiply(const Arguments &arguments, bool has_factor, bool reciprocal, bool 
   void **output = arguments.data + first + n;
   auto *overflow = static_cast<bool *>(output[0]);
   auto *flags = static_cast<bool *>(output[1]);
-  auto *norm = has_norm ? static_cast<double *>(output[2]) : nullptr;
   void **products = has_outputs ? output + (has_norm ? 3 : 2) : nullptr;
-  lossscale::MultiplyAndCheck(factor, gradients, products, flags, norm);
+  std::vector<double> squares(has_norm ? static_cast<size_t>(n) : 0);
+  double *sums = has_norm ? squares.data() : nullptr;
+  if (has_factor && n > 1 && arguments.Size(0) == n) {
+    for (int i = 0; i < n; ++i) {
+      if (!arguments.GetScalar(0, &factor, i)) {
+        return kBadDtype;
+      }
+      lossscale::MultiplyAndCheck(reciprocal ? 1 / factor : factor, {gradients[static_cast<size_t>(i)]},
+                                  products == nullptr ? nullptr : products + i, flags + i,
+                                  sums == nullptr ? nullptr : sums + i);
+    }
+  } else {
+    lossscale::MultiplyAndCheck(factor, gradients, products, flags, sums);
+  }
+  if (has_norm) {
+    auto *written = static_cast<double *>(output[2]);
+    if (arguments.Size(first + n + 2) == n) {
+      std::copy(squares.begin(), squares.end(), written);
+    } else {
+      *written = std::accumulate(squares.begin(), squares.end(), 0.0);
+    }
+  }
   *overflow = Any(flags, n);
   return kDone;
 }
@@ -155,6 +177,8 @@ struct FusedStep {
 LOSSSCALE_OP(lossscale_unscale) { return Multiply({count, data, ndims, shapes, dtypes}, true, true, false, true); }
 LOSSSCALE_OP(lossscale_unscale_norm) { return Multiply({count, data, ndims, shapes, dtypes}, true, true, true, true); }
 LOSSSCALE_OP(lossscale_multiply) { return Multiply({count, data, ndims, shapes, dtypes}, true, false, false, true); }
+LOSSSCALE_OP(lossscale_look) { return Multiply({count, data, ndims, shapes, dtypes}, true, true, false, false); }
+LOSSSCALE_OP(lossscale_look_norm) { return Multiply({count, data, ndims, shapes, dtypes}, true, true, true, false); }
 LOSSSCALE_OP(lossscale_check) { return Multiply({count, data, ndims, shapes, dtypes}, false, false, false, false); }
 LOSSSCALE_OP(lossscale_check_norm) { return Multiply({count, data, ndims, shapes, dtypes}, false, false, true, false); }
 

@@ -7,8 +7,8 @@ from mindspore import Tensor, nn
 
 import lossscale
 from cells.backends import gradient_arithmetic
-from cells.native import NativeGradients, library_path
-from cells.unscale import PlainGradients
+from cells.gradient_ops import PlainArithmetic
+from cells.native import NativeArithmetic, library_path
 
 needs_native = pytest.mark.skipif(library_path() is None, reason="the native kernel is not built")
 
@@ -22,15 +22,11 @@ class Calls(nn.Cell):
         self.method = method
 
     def construct(self, grads, factor):
-        if self.method == "unscale":
-            return self.arithmetic.unscale_and_check(grads, factor)
-        if self.method == "unscale_norm":
-            return self.arithmetic.unscale_with_norm(grads, factor)
+        if self.method == "divide":
+            return self.arithmetic.divide_and_look(factor, grads)
         if self.method == "multiply":
-            return self.arithmetic.multiply_and_check(grads, factor)
-        if self.method == "check":
-            return self.arithmetic.check(grads)
-        return self.arithmetic.check_with_norm(grads)
+            return self.arithmetic.multiply(factor, grads)
+        return self.arithmetic.look(factor, grads)
 
 
 @pytest.fixture(params=[pytest.param("native", marks=needs_native), "plain"])
@@ -51,40 +47,44 @@ def wide(grads):
 
 def test_methods_agree_with_numpy(mode, backend):
     grads = gradients()
-    products, overflow, flags = Calls("unscale")(ms.mutable(grads), Tensor(8.0))
-    assert not overflow and flags.shape == (5,) and not flags.any()
+    products, flags, norms = Calls("divide")(ms.mutable(grads), Tensor(8.0))
+    assert flags.shape == (5,) and not flags.any()
     assert [product.dtype for product in products] == [ms.float32] * 4 + [ms.float64]
     for product, grad, given in zip(wide(products), wide(grads), grads):
         np.testing.assert_array_equal(product, grad / 8)
         assert product.shape == given.shape
-    squares = sum(np.square(grad).sum() for grad in wide(grads))
-    _, overflow, _, total = Calls("unscale_norm")(ms.mutable(grads), Tensor(2.0))
-    assert total.dtype == ms.float64 and float(total) == pytest.approx(squares / 4) and not overflow
-    _, _, total = Calls("check_norm")(ms.mutable(grads), Tensor(1.0))
-    assert float(total) == pytest.approx(squares)
-    products, _, _ = Calls("multiply")(ms.mutable(grads), Tensor(0.25, ms.float64))
-    np.testing.assert_array_equal(wide(products)[3], wide(grads)[3] / 4)
+    wanted = [np.sqrt(np.square(grad).sum()) for grad in wide(grads)]
+    np.testing.assert_allclose(norms.asnumpy(), np.array(wanted) / 8, rtol=1e-12)
+    flags, norms = Calls("look")(ms.mutable(grads), Tensor(2.0))
+    assert norms.dtype == ms.float64 and not flags.any()
+    np.testing.assert_allclose(norms.asnumpy(), np.array(wanted) / 2, rtol=1e-12)
+
+
+def test_one_factor_or_one_for_each(mode, backend):
+    grads = gradients()
+    multiply = Calls("multiply")
+    for factor in (np.float64(0.25), np.array([1, 2, 0, 0.5, 4.0])):
+        products = multiply(ms.mutable(grads), Tensor(factor))
+        for product, grad, own in zip(wide(products), wide(grads), np.broadcast_to(factor, 5)):
+            np.testing.assert_array_equal(product, grad * own)
 
 
 @pytest.mark.parametrize("value", [np.inf, -np.inf, np.nan])
 def test_flags_name_the_gradient(mode, backend, value):
     grads = gradients()
-    unscale, check = Calls("unscale"), Calls("check")
+    divide, look = Calls("divide"), Calls("look")
     for index, grad in enumerate(grads):
         array = grad.astype(ms.float32).asnumpy().copy()
         array.reshape(-1)[-1] = value
         dirty = (*grads[:index], Tensor(array).astype(grad.dtype), *grads[index + 1 :])
         wanted = [i == index for i in range(5)]
-        _, overflow, flags = unscale(ms.mutable(dirty), Tensor(8.0))
-        assert overflow and overflow.shape == () and flags.asnumpy().tolist() == wanted
-        overflow, flags = check(ms.mutable(dirty), Tensor(1.0))
-        assert overflow and flags.asnumpy().tolist() == wanted
+        assert divide(ms.mutable(dirty), Tensor(8.0))[1].asnumpy().tolist() == wanted
+        assert look(ms.mutable(dirty), Tensor(1.0))[0].asnumpy().tolist() == wanted
 
 
 def test_finite_values_whose_sum_is_infinite_are_no_overflow(mode, backend):
     grads = ms.mutable((Tensor(np.full(8, 3e38, np.float32)), Tensor(np.ones(2, np.float32))))
-    _, overflow, flags = Calls("unscale")(grads, Tensor(1.0))
-    assert not overflow and not flags.any()
+    assert not Calls("divide")(grads, Tensor(1.0))[1].any()
 
 
 @needs_native
@@ -93,8 +93,8 @@ def test_native_and_plain_agree_to_the_bit(mode):
     values = rng.standard_normal(4096).astype(np.float32) * 2.0 ** rng.integers(-60, 60, 4096).astype(np.float32)
     grads = ms.mutable((Tensor(values), Tensor(values.astype(np.float64))))
     for scale in (3.0, 1000.0, 2.0**24, 1e30):
-        native = Calls("unscale", NativeGradients())(grads, Tensor(scale, ms.float32))[0]
-        plain = Calls("unscale", PlainGradients())(grads, Tensor(scale, ms.float32))[0]
+        native = Calls("divide", NativeArithmetic())(grads, Tensor(scale, ms.float32))[0]
+        plain = Calls("divide", PlainArithmetic())(grads, Tensor(scale, ms.float32))[0]
         for one, other in zip(native, plain):
             # MindSpore's own ops flush subnormal results to zero, the kernel keeps them.
             normal = np.abs(one.asnumpy()) >= np.finfo(np.float32).tiny
@@ -106,16 +106,16 @@ def test_native_and_plain_agree_to_the_bit(mode):
 @pytest.mark.parametrize("shape", [(0,), (3, 0)])
 def test_empty_gradients(mode, shape):
     grads = ms.mutable((Tensor(np.zeros(shape, np.float32)), Tensor(np.ones(2, np.float32))))
-    products, overflow, _ = Calls("unscale", NativeGradients())(grads, Tensor(2.0))
-    assert products[0].shape == shape and not overflow
+    products, flags, _ = Calls("divide", NativeArithmetic())(grads, Tensor(2.0))
+    assert products[0].shape == shape and not flags.any()
 
 
 @needs_native
 def test_native_keeps_subnormals(mode):
     grads = ms.mutable((Tensor(np.full(3, 2.0**-120, np.float32)), Tensor(np.full(3, 2.0**120, np.float32))))
-    (small, _), _, _ = Calls("unscale", NativeGradients())(grads, Tensor(2.0**20))
+    (small, _), _, _ = Calls("divide", NativeArithmetic())(grads, Tensor(2.0**20))
     assert small.asnumpy().tolist() == [2.0**-140] * 3
-    products, _, _ = Calls("unscale", NativeGradients())(grads, Tensor(2.0**127))
+    products, _, _ = Calls("divide", NativeArithmetic())(grads, Tensor(2.0**127))
     assert products[1].asnumpy().tolist() == [2.0**-7] * 3
 
 
@@ -204,7 +204,7 @@ def test_a_gradient_that_overflows_its_parameters_dtype_is_an_overflow(mode, bac
 def test_the_environment_variable_forces_the_plain_ops(monkeypatch):
     monkeypatch.setenv("LOSSSCALE_BACKEND", "plain")
     assert lossscale.backend() == "plain"
-    assert isinstance(gradient_arithmetic(), PlainGradients)
+    assert isinstance(gradient_arithmetic(), PlainArithmetic)
     monkeypatch.setenv("LOSSSCALE_BACKEND", "gpu")
     with pytest.raises(ValueError, match="must be 'native' or 'plain', but got 'gpu'"):
         lossscale.backend()
@@ -223,4 +223,4 @@ def test_a_missing_kernel_means_plain_and_can_not_be_forced(monkeypatch):
 def test_the_kernel_is_used_where_it_is_built(monkeypatch):
     monkeypatch.delenv("LOSSSCALE_BACKEND", raising=False)
     assert lossscale.backend() == "native"
-    assert isinstance(gradient_arithmetic(), NativeGradients)
+    assert isinstance(gradient_arithmetic(), NativeArithmetic)

@@ -21,23 +21,23 @@ class HalfGradients(TrainOneStepWithLossScaleCell):
 
 
 class HalfReduced(TrainOneStepWithLossScaleCell):
-    def reduce(self, grads):
+    def reduce_gradients(self, grads):
         return (grads[0] / 2,)
 
 
 class HalfUnscaled(TrainOneStepWithLossScaleCell):
-    def unscale_and_check(self, grads, totals, divisor):
-        return super().unscale_and_check(grads, totals, divisor * 2)
+    def unscale_and_check(self, scaled, divisor):
+        return super().unscale_and_check(scaled, divisor * 2)
 
 
 class HalfStep(TrainOneStepWithLossScaleCell):
-    def step(self, grads):
-        return super().step((grads[0] / 2,))
+    def apply_update(self, grads):
+        return super().apply_update((grads[0] / 2,))
 
 
 class SkipsByNorm(TrainOneStepWithLossScaleCell):
-    def skips(self, overflow, norm):
-        return ops.logical_or(super().skips(overflow, norm), norm > 7)
+    def skips_update(self, overflow, norm):
+        return ops.logical_or(super().skips_update(overflow, norm), norm > 7)
 
 
 class HalfClip(ClipByGlobalNorm):

@@ -271,9 +271,9 @@ def test_a_spike_is_skipped_and_is_a_clean_step(mode):
 
 
 class HalvesGradients(TrainOneStepWithLossScaleCell):
-    def unscale_and_check(self, grads, totals, divisor):
-        unscaled, overflow, flags = super().unscale_and_check(grads, totals, divisor)
-        return (unscaled[0] * 0.5,), overflow, flags
+    def unscale_and_check(self, scaled, divisor):
+        unscaled, overflow, norm = super().unscale_and_check(scaled, divisor)
+        return (unscaled[0] * 0.5,), overflow, norm
 
 
 @pytest.mark.parametrize("clip", [None, ClipByGlobalNorm(100.0), ClipByValue(100.0)], ids=str)

@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 from mindspore import Tensor, nn
 
-from cells.unscale import cast_like, cast_up, has_nonfinite, unscale, usable_scale
+from cells.gradient_ops import cast_like, cast_up, has_nonfinite, unscale, usable_scale
 
 DTYPES = {"float16": ms.float16, "bfloat16": ms.bfloat16, "float32": ms.float32, "float64": ms.float64}
 SHAPES = [(), (1,), (3, 5), (2, 1, 4)]
