@@ -37,17 +37,17 @@ LOSS_SCALE = 1024.0
 class CentralizedStep(TrainOneStepWithLossScaleCell):
     """Takes the mean out of each weight's gradient (H. Yong et al., Gradient Centralization, ECCV 2020).
 
-    `step` gets true, checked and clipped gradients, and only where the weights are to move.
+    `apply_update` gets true, checked and clipped gradients, and only where the weights are to move.
     """
 
-    def step(self, grads):
+    def apply_update(self, grads):
         centered = ()
         for grad in grads:
             if grad.ndim > 1:  # not the biases
                 rows = grad.reshape((grad.shape[0], -1))
                 grad = (rows - rows.mean(axis=1, keep_dims=True)).reshape(grad.shape)
             centered += (grad,)
-        return super().step(centered)
+        return super().apply_update(centered)
 
 
 def make_network():
