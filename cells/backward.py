@@ -7,39 +7,65 @@ from typing import Any
 from mindspore import Tensor, nn, ops
 from mindspore import dtype as mstype
 
-_zeros = ops.MultitypeFuncGraph("zeros")
-_map = ops.HyperMap()
 _warned: set = set()
 
 
-@_zeros.register("Tensor")
-def _zeros_tensor(output):
-    return ops.zeros_like(output)
-
-
 def loss_of(output: Any) -> Tensor:
-    """Return the loss, the first of what the network returns."""
-    return output[0] if isinstance(output, tuple) else output
+    """Return the loss: what the network returns, or the first of a tuple or list, or what a dict calls "loss".
+
+    Raises:
+        TypeError: if that is no Tensor.
+    """
+    loss = output
+    if isinstance(output, dict):
+        loss = output["loss"] if "loss" in output else None
+    elif isinstance(output, (tuple, list)):
+        loss = output[0] if len(output) > 0 else None
+    if not isinstance(loss, Tensor):
+        raise TypeError(
+            "The network of a train cell must return its loss, a Tensor, first: loss, (loss, others...), or a dict "
+            'with the key "loss".'
+        )
+    return loss
 
 
 def extras_of(output: Any) -> tuple:
-    """Return what the network returns beside the loss."""
-    return output[1:] if isinstance(output, tuple) else ()
+    """Return what the network returns beside the loss; of a dict the others as one dict."""
+    if isinstance(output, dict):
+        return ({key: value for key, value in output.items() if key != "loss"},)
+    return tuple(output[1:]) if isinstance(output, (tuple, list)) else ()
 
 
 def gradient_seed(output: Any, scale: Tensor) -> Any:
     """Return the seed that makes the backward pass give the gradients of scale * loss, and of nothing else.
 
     Args:
-        output: what the network returned, the loss or (loss, extras...).
+        output: what the network returned, see `loss_of`.
         scale: float32 scalar.
     """
     loss = loss_of(output)
     warn_of_low_precision(loss.dtype)
     seed = ops.ones_like(loss) * scale.astype(loss.dtype)
+    if isinstance(output, dict):
+        return {key: seed if key == "loss" else _zeros(value) for key, value in output.items()}
     if isinstance(output, tuple):
-        return (seed, *_map(_zeros, output[1:]))
+        return (seed, *_zeros(output[1:]))
+    if isinstance(output, list):
+        return [seed, *_zeros(output[1:])]
     return seed
+
+
+def _zeros(value: Any) -> Any:
+    """Return zeros for the Tensors in nested tuples, lists and dicts, and anything else as it is."""
+    if isinstance(value, Tensor):
+        return ops.zeros_like(value)
+    if isinstance(value, tuple):
+        return tuple([_zeros(item) for item in value])
+    if isinstance(value, list):
+        return [_zeros(item) for item in value]
+    if isinstance(value, dict):
+        return {key: _zeros(item) for key, item in value.items()}
+    return value
 
 
 @ops.constexpr

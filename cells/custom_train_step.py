@@ -5,8 +5,10 @@ from typing import Any
 from mindspore import Tensor, nn, ops
 from mindspore import dtype as mstype
 
-from cells.checks import SMALLEST_NORMAL_FLOAT32, check_positive_number
+from cells.backward import extras_of, gradient_seed, loss_of
+from cells.checks import SMALLEST_NORMAL_FLOAT32, check_positive_number, warn_of_divisor
 from cells.gradient_ops import cast_like, cast_up, multiply
+from cells.outputs import check_cells
 
 
 class CustomTrainOneStepCell(nn.TrainOneStepCell):
@@ -25,7 +27,7 @@ class CustomTrainOneStepCell(nn.TrainOneStepCell):
     LossScale guide). To skip overflowing steps use `TrainOneStepWithLossScaleCell`.
 
     Args:
-        network: the network with its loss inside; it returns one scalar loss.
+        network: the network with its loss inside; it returns the loss, alone or first of a tuple or list, or in a dict.
         optimizer: updates the parameters of the network; its own `loss_scale` must be 1.
         sens: the loss scale, a finite number > 0 (from 2**-126 to 2**126, so that its reciprocal is normal).
 
@@ -33,7 +35,7 @@ class CustomTrainOneStepCell(nn.TrainOneStepCell):
         - **\\*inputs** (Tensor) - the inputs of the network.
 
     Outputs:
-        The unscaled loss, shape ().
+        The unscaled loss, shape (); a tuple of it and what the network returns beside it, if that is anything.
 
     Raises:
         TypeError: if `sens` is not a number.
@@ -59,6 +61,8 @@ class CustomTrainOneStepCell(nn.TrainOneStepCell):
         number = check_positive_number("sens", sens, owner)
         if not SMALLEST_NORMAL_FLOAT32 <= number <= 1 / SMALLEST_NORMAL_FLOAT32:
             raise ValueError(f"For '{owner}', 'sens' must be between 2**-126 and 2**126, but got {sens}.")
+        check_cells(network, optimizer, owner)
+        warn_of_divisor(optimizer, owner)
         super().__init__(network, optimizer, number)
         self.hyper_map = ops.HyperMap()
         self.reciprocal_sense = Tensor(1 / number, mstype.float32)
@@ -68,9 +72,11 @@ class CustomTrainOneStepCell(nn.TrainOneStepCell):
         return cast_like(gradients, multiply(self.reciprocal_sense, cast_up(gradients)))
 
     def construct(self, *inputs):
-        loss = self.network(*inputs)
-        sens = ops.fill(loss.dtype, loss.shape, self.sens)
-        grads = self.grad(self.network, self.weights)(*inputs, sens)
+        output = self.network(*inputs)
+        loss = loss_of(output)
+        grads = self.grad(self.network, self.weights)(*inputs, gradient_seed(output, Tensor(self.sens, mstype.float32)))
         grads = self.scale_grad(grads)
         grads = self.grad_reducer(grads)
-        return ops.depend(loss, self.optimizer(grads))
+        loss = ops.depend(loss, self.optimizer(grads))
+        extras = extras_of(output)
+        return (loss, *extras) if extras else loss

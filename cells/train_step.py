@@ -63,7 +63,8 @@ class TrainOneStepWithLossScaleCell(nn.TrainOneStepWithLossScaleCell):
     exactly as they were. The forward pass has happened, though: BatchNorm's moving statistics have moved.
 
     Args:
-        network: the network with its loss inside; it returns one scalar loss.
+        network: the network with its loss inside; it returns a scalar loss, alone or as the first of a tuple or list,
+            or a dict with the key "loss".
         optimizer: updates the parameters of the network; its own `loss_scale` must be 1, unless a subclass
             leaves the unscaling to it.
         scale_sense: an update cell (`DynamicLossScaleUpdateCell`, `FixedLossScaleUpdateCell` or one's own), or

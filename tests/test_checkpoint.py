@@ -9,6 +9,7 @@ import pytest
 from mindspore import Tensor, nn
 
 from lossscale import (
+    EMA,
     DynamicLossScaleManager,
     DynamicLossScaleUpdateCell,
     TrainOneStepWithLossScaleCell,
@@ -180,3 +181,52 @@ def test_mindspores_cell_loads_ours(tmp_path):
     lacking, _ = loaded(stock, tmp_path / "a.ckpt")
     assert lacking == set()
     assert float(stock.scale_sense) == 256
+
+
+def resumable(accumulate_steps=1):
+    net = mlp()
+    optimizer = nn.Momentum(net.trainable_params(), learning_rate=0.1, momentum=0.9)
+    return TrainOneStepWithLossScaleCell(
+        nn.WithLossCell(net, nn.MSELoss()),
+        optimizer,
+        DynamicLossScaleUpdateCell(2.0**10, 2, 3),
+        accumulate_steps=accumulate_steps,
+        ema=EMA(0.9),
+    )
+
+
+@pytest.mark.parametrize("accumulate_steps", [1, 3])
+def test_a_cell_that_has_stepped_resumes_to_the_bit(mode, tmp_path, accumulate_steps):
+    cell = resumable(accumulate_steps)
+    for step in range(4):
+        cell(*batch(seed=step))
+    ms.save_checkpoint(cell, str(tmp_path / "a.ckpt"))
+    expected = [[value.asnumpy() for value in cell(*batch(seed=step))] for step in range(4, 10)]
+    end = parameters(cell)
+    saved = ms.load_checkpoint(str(tmp_path / "a.ckpt"))
+    kept = {name: value.asnumpy().copy() for name, value in saved.items()}
+    for _ in range(2):  # and once more
+        ms.load_param_into_net(cell, saved)
+        again = [[value.asnumpy() for value in cell(*batch(seed=step))] for step in range(4, 10)]
+        assert all(same_bits(a, b) for x, y in zip(expected, again) for a, b in zip(x, y))
+        assert_same(end, parameters(cell), end)
+        assert_same(kept, {name: value.asnumpy() for name, value in saved.items()}, kept)
+
+
+def test_one_weight_that_was_set_is_trained_on(mode):
+    cell = resumable()
+    cell(*batch())
+    cell.weights[0].set_data(Tensor(np.ones(cell.weights[0].shape, np.float32)))
+    cell(*batch())
+    moved = cell.weights[0].asnumpy()
+    assert moved.any() and not (moved == 1).all() and np.abs(moved - 1).max() < 0.5
+
+
+def test_the_keys_of_a_checkpoint_stay(tmp_path):
+    cell = resumable(2)
+    ms.save_checkpoint(cell, str(tmp_path / "a.ckpt"))
+    weights = ["0.weight", "0.bias", "2.weight", "2.bias"]
+    keys = [*weights, "scale_sense", "global_step", "learning_rate", "momentum", "accu_step", "accu_steps", "ema.updates"]
+    keys += [f"{prefix}.{weight}" for prefix in ("moments", "accu_grads", "ema") for weight in weights]
+    keys += [name for name in SCALER if name != "scale_sense"]
+    assert sorted(ms.load_checkpoint(str(tmp_path / "a.ckpt"))) == sorted(keys)

@@ -29,7 +29,7 @@ def test_only_the_accumulators_move_inside_a_window(mode):
     step(*batch(seed=2), NONE)
     ended = parameters(step)
     assert not same_bits(before["0.weight"], ended["0.weight"])
-    assert all(not ended[name].any() for name in before if name.startswith("accu_"))
+    assert all(not ended[name].any() for name in before if name.startswith(("accu_grads.", "accu_step.")))
     assert int(ended["global_step"].item()) == 1
 
 
@@ -56,7 +56,8 @@ def test_an_overflow_anywhere_drops_the_whole_window(mode, where):
     assert [bool(overflow) for _, overflow, _ in outputs] == [False, False, True]
     assert [float(scale) for _, _, scale in outputs] == [1024.0, 1024.0, 512.0]
     assert all(same_bits(before[w.name], after[w.name]) for w in step.weights)
-    assert all(not after[name].any() for name in before if name.startswith("accu_"))
+    assert all(not after[name].any() for name in before if name.startswith("accu_grads."))
+    assert int(after["accu_step"]) == 0
     assert step.nonfinite_parameters() == [step.weights[1].name]
     for i in range(3):  # the next window is whole and clean
         _, overflow, _ = step(*batch(seed=i), NONE)
@@ -129,3 +130,48 @@ def test_a_window_needs_a_scale_of_its_own():
     net = nn.WithLossCell(mlp(), nn.MSELoss())
     with pytest.raises(ValueError, match="needs 'scale_sense'"):
         TrainOneStepWithLossScaleCell(net, nn.SGD(net.trainable_params()), accumulate_steps=2)
+
+
+def saved_after(calls, steps, path):
+    step = accumulating(steps)
+    for i in range(calls):
+        step(*batch(seed=i), NONE)
+    ms.save_checkpoint(step, str(path))
+    return ms.load_checkpoint(str(path))
+
+
+@pytest.mark.parametrize("stepped", [False, True])
+def test_a_window_is_resumed_by_its_own_number_of_micro_steps_only(mode, tmp_path, stepped):
+    step = accumulating(2)
+    if stepped:
+        for i in range(2):
+            step(*batch(seed=i), NONE)
+    ms.load_param_into_net(step, saved_after(5, 4, tmp_path / "a.ckpt"))
+    before = parameters(step)
+    with pytest.raises(ValueError, match=r"1 of 4 micro-steps .* accumulate_steps=2.*accumulate_steps=4"):
+        step(*batch(), NONE)
+    assert all(same_bits(before[name], value) for name, value in parameters(step).items())
+
+
+def test_at_a_boundary_another_number_is_fine(mode, tmp_path):
+    step = accumulating(2)
+    ms.load_param_into_net(step, saved_after(4, 4, tmp_path / "a.ckpt"))
+    outputs = [step(*batch(seed=i), NONE) for i in range(2)]
+    assert int(step.accumulator.steps) == 2 and not bool(outputs[-1][1])
+    assert int(step.optimizer.global_step.asnumpy().item()) == 2
+
+
+def test_a_checkpoint_without_the_number_of_micro_steps_loads(mode, tmp_path):
+    saved = saved_after(4, 3, tmp_path / "a.ckpt")  # as version 0.1.0 wrote them
+    del saved["accu_steps"]
+    resumed, whole = accumulating(3), accumulating(3)
+    assert ms.load_param_into_net(resumed, saved) == (["accu_steps"], [])
+    for i in range(6):
+        whole(*batch(seed=i), NONE) if i < 4 else [cell(*batch(seed=i), NONE) for cell in (whole, resumed)]
+    assert int(resumed.accumulator.step) == 0
+
+
+@pytest.mark.parametrize("steps", [2**31, 10**400])
+def test_windows_beyond_int32_are_refused(steps):
+    with pytest.raises(ValueError, match="accumulate_steps"):
+        accumulating(steps)

@@ -5,6 +5,7 @@ import numpy as np
 import pytest
 from mindspore import Tensor, mutable, ops
 
+from cells import gradient_ops
 from lossscale import ClipByGlobalNorm, ClipByNorm, ClipByValue
 from tests.oracles import clip_in_numpy
 
@@ -66,3 +67,67 @@ def test_bad_limits_are_refused(cell, limit, error):
 def test_skip_above_below_max_norm_is_refused():
     with pytest.raises(ValueError, match="'skip_above' must be >= 'max_norm'"):
         ClipByGlobalNorm(1.0, skip_above=0.5)
+
+
+@pytest.mark.parametrize("cell", [ClipByGlobalNorm, ClipByNorm, ClipByValue])
+@pytest.mark.parametrize(("limit", "error"), [(1e-50, ValueError), (1e39, ValueError), (10**400, ValueError)], ids=str)
+def test_limits_that_float32_can_not_hold_are_refused(cell, limit, error):
+    with pytest.raises(error, match="must be"):
+        cell(limit)
+
+
+@pytest.mark.parametrize("cell", [ClipByGlobalNorm, ClipByNorm, ClipByValue])
+def test_nan_and_inf_do_not_become_an_update(mode, cell):
+    (got,) = clipped(cell(1.0), [np.float32([np.nan, 3.0])])
+    assert np.isnan(got[0])
+    (got,) = clipped(cell(1.0), [np.float32([np.inf, 3.0])])
+    assert got[0] == 1.0 or np.isnan(got[0])
+
+
+def test_a_limit_below_float16_leaves_what_it_can(mode):
+    (got,) = ClipByValue(1e-7)(mutable((Tensor([1.0, -2.0, 1e-7]).astype(ms.float16),)))
+    np.testing.assert_array_equal(got.astype(ms.float32).asnumpy(), np.float32(np.float16([1e-7, -1e-7, 1e-7])))
+
+
+@pytest.fixture(params=["native", "plain"])
+def backend(request, monkeypatch):
+    monkeypatch.setenv("LOSSSCALE_BACKEND", request.param)
+
+
+@pytest.mark.parametrize("cell", [ClipByGlobalNorm, ClipByNorm])
+def test_a_norm_beyond_float32_is_clipped(mode, backend, cell):
+    grads = [np.full(4, 3e38, np.float32), np.full(4, -3e38, np.float32)]
+    norm = norm_of(grads) if cell is ClipByGlobalNorm else norm_of(grads[:1])
+    for got, grad in zip(clipped(cell(1.0), grads), grads):
+        np.testing.assert_allclose(got, grad / norm, rtol=1e-5)
+
+
+@pytest.mark.parametrize("cell", [ClipByGlobalNorm, ClipByNorm])
+def test_many_gradients(backend, cell):
+    ms.set_context(mode=ms.GRAPH_MODE)
+    rng = np.random.default_rng(0)
+    grads = [rng.standard_normal(3).astype(np.float32) for _ in range(400)]
+    kind = "global_norm" if cell is ClipByGlobalNorm else "norm"
+    for got, want in zip(clipped(cell(0.5), grads), clip_in_numpy(kind, 0.5, grads, norm_of(grads))):
+        np.testing.assert_allclose(got, want, rtol=1e-6)
+
+
+class InFloat32(ms.nn.Cell):
+    """The norms as they are taken on Ascend and GPU."""
+
+    def construct(self, grads):
+        return gradient_ops.global_norm(gradient_ops.norms_of(grads))
+
+
+@pytest.mark.parametrize("size", [0.0, 1e-20, 1.0, 1e20, 1e30], ids=str)
+def test_norms_in_float32_equal_float64(monkeypatch, mode, size):
+    monkeypatch.setattr(gradient_ops, "on_cpu", not_on_cpu)
+    grads = random_grads(size)
+    norm = InFloat32()(mutable(tuple(Tensor(g) for g in grads)))
+    assert norm.dtype == ms.float32
+    np.testing.assert_allclose(norm.asnumpy(), norm_of(grads), rtol=1e-6)
+
+
+@ops.constexpr
+def not_on_cpu():
+    return False

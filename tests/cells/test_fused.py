@@ -186,17 +186,23 @@ class _ReadsWithoutGradient(nn.Cell):
         return (self.weight * x).sum() / 100_000
 
 
-class _ReadsAfterwards(lossscale.TrainOneStepWithLossScaleCell):
+class _ReadsAfterwards(nn.Cell):
+    def __init__(self, step):
+        super().__init__(auto_prefix=False)
+        self.step = step
+        self.weight = step.weights[0]
+
     def construct(self, *inputs):
-        loss, overflow, _ = super().construct(*inputs)
-        return loss, overflow, ops.depend(self.weights[0], overflow)[:1] * 1.0
+        loss, overflow, _ = self.step(*inputs)
+        return loss, overflow, ops.depend(self.weight, overflow)[:1] * 1.0
 
 
 def test_the_forward_sees_old_weights_and_what_follows_new_ones(mode):
     net = _ReadsWithoutGradient()
     optimizer = lossscale.FusedMomentum(net.trainable_params(), 10_000.0, 0.0)
-    step = _ReadsAfterwards(net, optimizer, Tensor(1024.0))
-    assert step._stage_fusion == "scale"
+    train_cell = lossscale.TrainOneStepWithLossScaleCell(net, optimizer, Tensor(1024.0))
+    step = _ReadsAfterwards(train_cell)
+    assert train_cell._stage_fusion == "scale"
     weight = 1.0
     for _ in range(5):
         loss, _, after = step(Tensor(np.ones(100_000, np.float32)))
