@@ -9,6 +9,7 @@ from mindspore import dtype as mstype
 from cells.checks import check_positive_int
 
 _numbers = itertools.count(1)
+_map = ops.HyperMap()
 _add = ops.MultitypeFuncGraph("add")
 _clear = ops.MultitypeFuncGraph("clear")
 _keep = ops.MultitypeFuncGraph("keep")
@@ -59,18 +60,17 @@ class GradientAccumulator(nn.Cell):
         # be compiled into one graph.
         names = [f"accu_{what}.{next(_numbers)}" for what in ("updates", "overflow")]
         self.decision = [Parameter(Tensor(False), name=name, requires_grad=False) for name in names]
-        self.map = ops.HyperMap()
 
     def construct(self, grads: tuple) -> tuple:
         """Add the gradients; return the sums and whether this micro-step ends the window."""
-        totals = self.map(_add, self.totals, grads)
+        totals = _map(_add, self.totals, grads)
         step = (self.step + 1) % self.accumulate_steps
         ops.assign(self.step, step)
         return totals, step == 0
 
     def keep(self, grads: tuple) -> tuple:
         """Keep mean gradients in place of the sums."""
-        return self.map(_keep, self.totals, grads)
+        return _map(_keep, self.totals, grads)
 
     def decide(self, updates: Tensor, overflow: Tensor) -> Tensor:
         """Keep whether the weights are updated and whether there was an overflow; return `overflow`."""
@@ -79,7 +79,7 @@ class GradientAccumulator(nn.Cell):
 
     def clear(self) -> tuple:
         """Set the sums to zero. By assignment, since inf * 0 is nan for ever."""
-        return self.map(_clear, self.totals)
+        return _map(_clear, self.totals)
 
     def in_window(self) -> bool:
         """Return whether a window is unfinished. Reads the device."""

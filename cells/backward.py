@@ -18,7 +18,7 @@ def loss_of(output: Any) -> Tensor:
     """
     loss = output
     if isinstance(output, dict):
-        loss = output["loss"] if "loss" in output else None
+        loss = output.get("loss", None)
     elif isinstance(output, (tuple, list)):
         loss = output[0] if len(output) > 0 else None
     if not isinstance(loss, Tensor):

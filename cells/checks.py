@@ -19,9 +19,13 @@ def check_number(name: str, value: Any, owner: str, *, hint: str = "") -> float:
         raise TypeError(
             f"For '{owner}', '{name}' must be a number, but got {value!r} of type {type(value).__name__}.{hint}"
         )
-    if not math.isfinite(value):
+    try:
+        number = float(value)
+    except OverflowError:
+        raise ValueError(f"For '{owner}', '{name}' must be a number that a float can hold.{hint}") from None
+    if not math.isfinite(number):
         raise ValueError(f"For '{owner}', '{name}' must be a finite number, but got {value}.{hint}")
-    return float(value)
+    return number
 
 
 def check_number_at_least(name: str, value: Any, minimum: float, owner: str, *, hint: str = "") -> float:

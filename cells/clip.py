@@ -9,6 +9,7 @@ from cells.backends import gradient_arithmetic
 from cells.checks import LARGEST_FLOAT32, SMALLEST_NORMAL_FLOAT32, check_positive_number
 from cells.gradient_ops import cast_like, cast_up, global_norm
 
+_map = ops.HyperMap()
 _limit = ops.MultitypeFuncGraph("limit")
 
 
@@ -178,7 +179,6 @@ class ClipByValue(nn.Cell):
     def __init__(self, limit: float):
         super().__init__()
         self.limit = Tensor(check_limit("limit", limit, type(self).__name__), mstype.float32)
-        self.map = ops.HyperMap()
 
     def construct(self, grads: tuple) -> tuple:
-        return self.map(ops.partial(_limit, self.limit), grads)
+        return _map(ops.partial(_limit, self.limit), grads)

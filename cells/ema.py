@@ -9,6 +9,7 @@ from mindspore import dtype as mstype
 
 from cells.checks import check_bool, check_number
 
+_map = ops.HyperMap()
 _follow = ops.MultitypeFuncGraph("follow")
 
 
@@ -60,7 +61,6 @@ class EMA(nn.Cell):
         self.decay = Tensor(number, mstype.float32)
         self.warmup = check_bool("warmup", warmup, owner)
         self.updates = Parameter(Tensor(0, mstype.int32), name="ema.updates", requires_grad=False)
-        self.map = ops.HyperMap()
         self.is_bound = False
         self._is_owned = False
         self._kept: list = []
@@ -90,7 +90,7 @@ class EMA(nn.Cell):
 
     def construct(self) -> Tensor:
         """Move the shadow weights towards the weights; return the number of updates."""
-        followed = self.map(ops.partial(_follow, 1.0 - self.decay_now()), self.shadows, self.weights)
+        followed = _map(ops.partial(_follow, 1.0 - self.decay_now()), self.shadows, self.weights)
         return ops.depend(ops.assign_add(self.updates, Tensor(1, mstype.int32)), followed)
 
     def decay_now(self) -> Tensor:

@@ -226,7 +226,16 @@ def test_the_keys_of_a_checkpoint_stay(tmp_path):
     cell = resumable(2)
     ms.save_checkpoint(cell, str(tmp_path / "a.ckpt"))
     weights = ["0.weight", "0.bias", "2.weight", "2.bias"]
-    keys = [*weights, "scale_sense", "global_step", "learning_rate", "momentum", "accu_step", "accu_steps", "ema.updates"]
+    keys = [
+        *weights,
+        "scale_sense",
+        "global_step",
+        "learning_rate",
+        "momentum",
+        "accu_step",
+        "accu_steps",
+        "ema.updates",
+    ]
     keys += [f"{prefix}.{weight}" for prefix in ("moments", "accu_grads", "ema") for weight in weights]
     keys += [name for name in SCALER if name != "scale_sense"]
     assert sorted(ms.load_checkpoint(str(tmp_path / "a.ckpt"))) == sorted(keys)

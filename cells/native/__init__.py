@@ -109,6 +109,9 @@ class NativeArithmetic(nn.Cell):
         self.look_op = _multiply_op("look_norm" if norms else "look", norms, False)
         self.multiply_op = _multiply_op("multiply", False, True)
 
+    def __reduce__(self) -> tuple:
+        return NativeArithmetic, (self.norms, self.scalars)  # for copies too: MindSpore's Custom can't be copied
+
     def divide_and_look(self, divisor: Tensor, grads: tuple) -> tuple:
         """Return (grads / divisor, flags, norms)."""
         outputs = self.divide_op(divisor, *grads)

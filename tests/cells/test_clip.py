@@ -1,5 +1,8 @@
 """Clips on their own, against numpy and MindSpore."""
 
+import copy
+import pickle
+
 import mindspore as ms
 import numpy as np
 import pytest
@@ -131,3 +134,13 @@ def test_norms_in_float32_equal_float64(monkeypatch, mode, size):
 @ops.constexpr
 def not_on_cpu():
     return False
+
+
+@pytest.mark.parametrize(
+    "clone", [copy.deepcopy, lambda cell: pickle.loads(pickle.dumps(cell))], ids=["copy", "pickle"]
+)
+@pytest.mark.parametrize("cell", [ClipByGlobalNorm, ClipByNorm, ClipByValue])
+def test_copies_clip_alike(backend, cell, clone):
+    original = cell(0.5)
+    for got, want in zip(clipped(clone(original), random_grads()), clipped(original, random_grads())):
+        np.testing.assert_array_equal(got, want)

@@ -8,16 +8,18 @@ from mindspore import Parameter, Tensor, nn
 from lossscale import EMA, ClipByGlobalNorm, DynamicLossScaleUpdateCell, TrainOneStepWithLossScaleCell
 from tests.nets import GradientsAsGiven
 
-NAMES = """learning_rate step update reduce unchanged skips gradients clip_grad ema accumulate_steps places outputs
-accumulator record report places zero weights_decay loss_scale scale clip average unscaling narrow_parameters flags
-drop_overflow_update scale_every_call fused_optimizer options counter rate divisor window norm micro_step totals
-grad_scale status reduced skip_above folds_clip check_here bare_output sparse_gradients inputs_with_scale""".split()
+NAMES = """
+learning_rate step update reduce unchanged skips gradients clip_grad ema accumulate_steps places outputs accumulator
+record report zero weights_decay loss_scale scale clip average unscaling narrow_parameters flags drop_overflow_update
+scale_every_call fused_optimizer options counter rate divisor window norm micro_step totals grad_scale status reduced
+skip_above folds_clip check_here bare_output sparse_gradients inputs_with_scale
+""".split()  # noqa: SIM905
 
 
 class UsesEveryName(TrainOneStepWithLossScaleCell):
     def __init__(self, kind, *args, **options):
         super().__init__(*args, **options)
-        for number, name in enumerate(dict.fromkeys(NAMES)):
+        for number, name in enumerate(NAMES):
             value = number
             if kind == "Parameter":
                 value = Parameter(Tensor(number, ms.int32), name=f"own_{name}", requires_grad=False)
@@ -68,7 +70,11 @@ def test_options_can_be_read():
         ("reduce", lambda self, grads: grads, "reduce_gradients"),
         ("skips", lambda self, overflow, norm: overflow, "skips_update"),
         ("step", lambda self, grads: True, "apply_update"),
-        ("unscale_and_check", lambda self, grads, totals, divisor: grads, r"unscale_and_check\(self, scaled, divisor\)"),
+        (
+            "unscale_and_check",
+            lambda self, grads, totals, divisor: grads,
+            r"unscale_and_check\(self, scaled, divisor\)",
+        ),
     ],
 )
 def test_a_method_under_an_old_name_is_refused(name, method, new):

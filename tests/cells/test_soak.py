@@ -8,7 +8,6 @@ import pytest
 from mindspore import Tensor, nn
 
 from lossscale import EMA, ClipByGlobalNorm, ClipByNorm, DynamicLossScaleUpdateCell, TrainOneStepWithLossScaleCell
-from tests.nets import GradientsAsGiven
 from tests.oracles import StockTrainStep
 from tests.soak import bytes_per_call
 
@@ -34,7 +33,9 @@ class Sum(nn.Cell):
 def calls_of(make, count=64):
     net = Sum(count)
     step = make(net, nn.Momentum(list(net.w), 0.01, 0.9)).set_train()
-    inputs = [Tensor(np.full(4, value, np.float32)) for value in (1, np.inf, 1, 1)] * 3 + [Tensor(np.ones(4), ms.float32)]
+    inputs = [Tensor(np.full(4, value, np.float32)) for value in (1, np.inf, 1, 1)] * 3 + [
+        Tensor(np.ones(4), ms.float32)
+    ]
     place = iter(range(10**9))
     return lambda: step(inputs[next(place) % len(inputs)])
 

@@ -7,7 +7,13 @@ from mindspore import Parameter, Tensor, nn, ops
 
 import cells.backward
 from cells.unscale import Unscale
-from lossscale import DynamicLossScaleUpdateCell, FixedLossScaleUpdateCell, TrainOneStepWithLossScaleCell
+from lossscale import (
+    EMA,
+    CustomTrainOneStepCell,
+    DynamicLossScaleUpdateCell,
+    FixedLossScaleUpdateCell,
+    TrainOneStepWithLossScaleCell,
+)
 from tests.nets import GradientsAsGiven, Poisoned, batch, mlp
 from tests.oracles import parameters, same_bits
 
@@ -377,3 +383,101 @@ def test_each_device_gets_its_check(monkeypatch, device, soc, check):
     _, overflow, _ = step.unscale_and_check(grads, Tensor(8.0))
     assert bool(overflow)
     assert called == ([check] if check else [])
+
+
+class Returns(GradientsAsGiven):
+    def __init__(self, make):
+        super().__init__([np.ones(2, np.float32)])
+        self.make = make
+
+    def construct(self, grad):
+        return self.make((self.w[0] * grad).sum(), self.w[0] * 100.0)
+
+
+def dict_beside(loss, h):
+    return loss, {"h": h}
+
+
+def none_beside(loss, h):
+    return loss, None, h
+
+
+def number_beside(loss, h):
+    return loss, 3, h
+
+
+def in_list(loss, h):
+    return [loss, h]
+
+
+def in_dict(loss, h):
+    return {"h": h, "loss": loss}
+
+
+def nothing(loss, h):
+    return None
+
+
+def dict_without_loss(loss, h):
+    return {"h": h}
+
+
+@pytest.mark.parametrize("make", [dict_beside, none_beside, number_beside, in_list, in_dict])
+def test_whatever_stands_beside_the_loss_comes_back_and_is_not_differentiated(mode, make):
+    net = Returns(make)
+    loss, overflow, _, *extras = TrainOneStepWithLossScaleCell(net, nn.SGD(list(net.w), 1.0), Tensor(8.0))(
+        Tensor(np.float32([1, 2]))
+    )
+    assert (float(loss), bool(overflow), net.w[0].asnumpy().tolist()) == (3.0, False, [0, -1])
+    last = extras[-1]["h"] if isinstance(extras[-1], dict) else extras[-1]
+    assert last.asnumpy().tolist() == [100, 100]
+    plain = CustomTrainOneStepCell(net, nn.SGD(list(net.w), 1.0), 4.0)
+    assert float(plain(Tensor(np.float32([1, 2])))[0]) == -2.0
+    assert net.w[0].asnumpy().tolist() == [-1, -3]
+
+
+@pytest.mark.parametrize("make", [nothing, dict_without_loss])
+def test_a_network_without_a_loss_is_told_what_to_return(mode, make):
+    net = Returns(make)
+    with pytest.raises(TypeError, match="must return its loss"):
+        TrainOneStepWithLossScaleCell(net, nn.SGD(list(net.w), 1.0), Tensor(8.0))(Tensor(np.float32([1, 2])))
+
+
+@pytest.mark.parametrize("make", [TrainOneStepWithLossScaleCell, CustomTrainOneStepCell])
+def test_an_optimizer_that_divides_too_is_warned_of(make):
+    net = GradientsAsGiven([np.zeros(2, np.float32)])
+    with pytest.warns(UserWarning, match=r"loss_scale=8, .*divided twice") as caught:
+        make(
+            net,
+            nn.SGD(list(net.w), 1.0, loss_scale=8.0),
+            *([Tensor(8.0)] if make is not CustomTrainOneStepCell else [8]),
+        )
+    assert len(caught) == 1
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"accumulate_steps": 0},
+        {"outputs": None},
+        {"outputs": [3]},
+        {"clip_grad": 1.0},
+        {"ema": nn.ReLU()},
+        {"drop_overflow_update": 2},
+        {"optimizer": None},
+        {"optimizer": nn.SGD},
+        {"network": None},
+        {"network": GradientsAsGiven},
+    ],
+    ids=str,
+)
+def test_a_failed_constructor_leaves_its_update_cell_and_average_free(options):
+    net = GradientsAsGiven([np.zeros(2, np.float32)])
+    update, ema = DynamicLossScaleUpdateCell(8.0, 2, 2), EMA(0.5)
+    good = {"network": net, "optimizer": nn.SGD(list(net.w), 1.0), "scale_sense": update, "ema": ema}
+    with pytest.raises((TypeError, ValueError), match=f"'{next(iter(options))}'"):
+        TrainOneStepWithLossScaleCell(**{**good, **options})
+    step = TrainOneStepWithLossScaleCell(**good)
+    assert update.is_bound
+    with pytest.raises(ValueError, match="belongs to another train cell"):
+        TrainOneStepWithLossScaleCell(net, step.optimizer, Tensor(8.0), ema=ema)
