@@ -19,8 +19,8 @@ DEV = ["mypy==2.4.1", "ruff==0.17.5", *NOTEBOOK, *TEST]
 # compiled for several generations of x86 and chosen at run time, so -march stays that of the platform.
 NATIVE = Extension(
     "cells._native",
-    sources=["cells/native/kernels.cc", "cells/native/ops.cc"],
-    depends=["cells/native/kernels.h"],
+    sources=["cells/native/kernels.cc", "cells/native/ops.cc", "cells/native/update_scale.cc"],
+    depends=["cells/native/kernels.h", "cells/native/update_scale.h"],
     language="c++",
     extra_compile_args=[
         "-std=c++17",

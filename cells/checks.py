@@ -21,10 +21,10 @@ def check_number(name: str, value: Any, owner: str, *, hint: str = "") -> float:
         )
     try:
         number = float(value)
-    except OverflowError:
-        raise ValueError(f"For '{owner}', '{name}' must be a number that a float can hold.{hint}") from None
+    except OverflowError:  # an int of more than 308 digits
+        number = math.inf
     if not math.isfinite(number):
-        raise ValueError(f"For '{owner}', '{name}' must be a finite number, but got {value}.{hint}")
+        raise ValueError(f"For '{owner}', '{name}' must be a finite number, but got {number}.{hint}")
     return number
 
 

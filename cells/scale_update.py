@@ -9,7 +9,7 @@ from mindspore import dtype as mstype
 from cells.backends import backend
 from cells.checks import check_loss_scale
 from cells.native import in_place_op
-from cells.scale_rule import LossScaleRule, next_loss_scale
+from cells.scale_rule import LossScaleRule, advance, next_count
 
 _bindings = itertools.count(1)
 
@@ -23,9 +23,11 @@ class LossScaleUpdateCell(nn.Cell):
 
     def __init__(self, loss_scale_value: float):
         super().__init__()
-        self.loss_scale_value = check_loss_scale("loss_scale_value", loss_scale_value, type(self).__name__)
-        # A list, because a Parameter set as an attribute would become this cell's own in checkpoints.
+        check_loss_scale("loss_scale_value", loss_scale_value, type(self).__name__)
+        self.loss_scale_value = loss_scale_value
+        # Lists, because a Parameter set as an attribute would become this cell's own in checkpoints.
         self._live_scale: list[Parameter] = []
+        self._micro_step: list[Parameter] = []
         self.binding = 0  # larger for later bindings, 0 for none
 
     @property
@@ -42,14 +44,20 @@ class LossScaleUpdateCell(nn.Cell):
                 "manager.get_update_cell()."
             )
 
-    def bind(self, scale_sense: Parameter) -> None:
+    def bind(self, scale_sense: Parameter, micro_step: Optional[Parameter] = None) -> None:
         """Tie this cell to the Parameter of the train cell; from then on `get_loss_scale` reads that.
+
+        Args:
+            scale_sense: the live scale.
+            micro_step: the counter of micro-steps of a train cell that accumulates, 0 between windows.
 
         Raises:
             ValueError: if the cell is already bound.
         """
         self.check_unbound()
         self._live_scale.append(scale_sense)
+        if micro_step is not None:
+            self._micro_step.append(micro_step)
         self.binding = next(_bindings)
 
     def get_loss_scale(self) -> float:
@@ -57,6 +65,26 @@ class LossScaleUpdateCell(nn.Cell):
         if self.is_bound:
             return float(self._live_scale[0].asnumpy().reshape(()))
         return self.loss_scale_value
+
+    def set_loss_scale(self, loss_scale: float) -> None:
+        """Set the scale that `get_loss_scale` returns: the live one, seen by compiled graphs, or the initial one.
+
+        Raises:
+            TypeError: if it is not a number.
+            ValueError: if it is not a float32 > 0.
+            RuntimeError: inside a window of micro-steps.
+        """
+        check_loss_scale("loss_scale", loss_scale, type(self).__name__)
+        if not self.is_bound:
+            self.loss_scale_value = loss_scale
+            return
+        if any(int(step.asnumpy()) != 0 for step in self._micro_step):
+            raise RuntimeError(
+                "The loss scale is constant inside a window of micro-steps, and one is unfinished; set it after its "
+                "last micro-step."
+            )
+        live = self._live_scale[0]
+        ops.assign(live, Tensor(loss_scale, mstype.float32).reshape(live.shape))
 
 
 class FixedLossScaleUpdateCell(LossScaleUpdateCell):
@@ -84,7 +112,7 @@ class FixedLossScaleUpdateCell(LossScaleUpdateCell):
     Examples:
         >>> from lossscale import FixedLossScaleUpdateCell
         >>> FixedLossScaleUpdateCell(1024).get_loss_scale()
-        1024.0
+        1024
     """
 
     def construct(self, loss_scale: Parameter, overflow: Tensor) -> Tensor:
@@ -94,15 +122,9 @@ class FixedLossScaleUpdateCell(LossScaleUpdateCell):
 class DynamicLossScaleUpdateCell(LossScaleUpdateCell):
     """Update cell of a dynamic loss scale: smaller after an overflow, larger after a window of clean steps.
 
-    ::
-
-        if overflow:                      scale = min(scale, max(scale * (1 / scale_factor), 1)); last = cur
-        elif cur - last >= scale_window:  scale = scale * scale_factor, if that is finite;        last = cur
-        cur += 1
-
-    The scale thus stays near the largest value that float16 gradients bear, found by trial and without any
-    knowledge of the network (P. Micikevicius et al., Mixed Precision Training, ICLR 2018). The counters are
-    Parameters and so are saved with the train cell:
+    Each call is one step of the library's rule, `cells.scale_rule.advance`. The scale thus stays near the largest
+    value that float16 gradients bear, found by trial and without any knowledge of the network (P. Micikevicius et
+    al., Mixed Precision Training, ICLR 2018). The counters are Parameters and so are saved with the train cell:
 
     ============================ ======= ====================================================
     Parameter                    starts  meaning
@@ -113,11 +135,13 @@ class DynamicLossScaleUpdateCell(LossScaleUpdateCell):
     total_overflows              0       overflows in all, never reset
     ============================ ======= ====================================================
 
+    Clean steps are ``cur - 1 - last``. At the end of int32 ``cur`` stops and ``last`` moves back in its place.
+
     Args:
         loss_scale_value: initial loss scale, a finite number > 0; outside the limits it is moved to the nearest
             one, with a warning.
         scale_factor: what the scale is multiplied and divided by, a finite number >= 1.
-        scale_window: clean steps after which the scale grows, an int > 0.
+        scale_window: clean steps after which the scale grows, an int > 0; from 2**31 - 1 on it never does.
         min_loss_scale: where backing off stops; below 1 is allowed. Default: 1.0.
         max_loss_scale: where growing stops. Default: None, float32's largest number.
         backoff_factor: what the scale is multiplied by on overflow, 0 < backoff_factor <= 1. Default: None,
@@ -168,16 +192,10 @@ class DynamicLossScaleUpdateCell(LossScaleUpdateCell):
         rule = LossScaleRule.checked(
             owner, scale_factor, scale_window, min_loss_scale, max_loss_scale, backoff_factor, hysteresis
         )
-        start = check_loss_scale("loss_scale_value", loss_scale_value, owner)
-        super().__init__(rule.clamp("loss_scale_value", start, owner))
-        self.scale_factor = Tensor(rule.scale_factor, mstype.float32)
-        self.backoff_factor = Tensor(rule.backoff_factor, mstype.float32)
-        self.scale_window = Tensor(rule.scale_window, mstype.int32)
-        self.minimum_loss_scale = Tensor(rule.min_loss_scale, mstype.float32)
-        self.maximum_loss_scale = Tensor(rule.max_loss_scale, mstype.float32)
-        self.zero = Tensor(0, mstype.int32)
-        self.hysteresis = rule.hysteresis
-        self.overflows_to_back_off = Tensor(rule.hysteresis, mstype.int32)
+        check_loss_scale("loss_scale_value", loss_scale_value, owner)
+        super().__init__(rule.clamp("loss_scale_value", loss_scale_value, owner))
+        self.rule = rule.tensors()
+        self.scale_factor, self.scale_window = self.rule[0], self.rule[4]
         self.cur_iter = _counter("current_iterator_step", 1)
         self.last_overflow_iter = _counter("last_overflow_iterator_step", 0)
         self.consecutive_overflows = _counter("consecutive_overflows", 0)
@@ -194,12 +212,7 @@ class DynamicLossScaleUpdateCell(LossScaleUpdateCell):
         else:
             done = self.native_op(
                 flag,
-                self.scale_factor,
-                self.backoff_factor,
-                self.minimum_loss_scale,
-                self.maximum_loss_scale,
-                self.scale_window,
-                self.overflows_to_back_off,
+                *self.rule,
                 loss_scale,
                 self.cur_iter,
                 self.last_overflow_iter,
@@ -212,24 +225,14 @@ class DynamicLossScaleUpdateCell(LossScaleUpdateCell):
     @jit(backend="ms_backend")
     def update_by_ops(self, loss_scale: Parameter, flag: Tensor) -> Tensor:
         """Update by MindSpore's own ops, on every device. Return `flag`."""
-        step = self.cur_iter
-        window_is_full = self.scale_window <= step - self.last_overflow_iter
-        in_a_row = ops.select(flag, self.consecutive_overflows + 1, self.zero)
-        backs_off = flag if self.hysteresis == 1 else in_a_row >= self.hysteresis
-        new_scale = next_loss_scale(
-            loss_scale,
-            backs_off,
-            ops.logical_and(window_is_full, ops.logical_not(flag)),
-            self.scale_factor,
-            self.backoff_factor,
-            self.minimum_loss_scale,
-            self.maximum_loss_scale,
-        )
-        last = ops.select(ops.logical_or(flag, window_is_full), step, self.last_overflow_iter)
+        clean_steps = self.cur_iter - 1 - self.last_overflow_iter
+        new_scale, clean_steps, in_a_row = advance(self.rule, loss_scale, clean_steps, self.consecutive_overflows, flag)
+        step = next_count(self.cur_iter)
+        total = ops.select(flag, next_count(self.total_overflows), self.total_overflows)
+        ops.assign(self.cur_iter, step)
+        ops.assign(self.last_overflow_iter, step - 1 - clean_steps)
         ops.assign(self.consecutive_overflows, in_a_row)
-        ops.assign(self.total_overflows, ops.select(flag, self.total_overflows + 1, self.total_overflows))
-        ops.assign(self.last_overflow_iter, last)
-        ops.assign(self.cur_iter, step + 1)
+        ops.assign(self.total_overflows, total)
         ops.assign(loss_scale, new_scale)
         return flag
 

@@ -1,19 +1,111 @@
 """Functional scalers: one interface (`scale`, `unscale`, `adjust`) for a dynamic, a fixed and no loss scale."""
 
 import itertools
+import sys
 from typing import Any, Optional, Union
 
 from mindspore import Parameter, Tensor, amp, nn, ops
 from mindspore import dtype as mstype
+from mindspore.common.sparse_tensor import RowTensorInner
 
 from cells.checks import check_loss_scale
-from cells.gradient_ops import cast_like, cast_up, multiply
-from cells.scale_rule import LossScaleRule, next_loss_scale
-from cells.scaler_arithmetic import unscale_wide
+from cells.finite import any_nonfinite, native_arithmetic, way_to_look
+from cells.gradient_ops import cast_up, usable_scale
+from cells.scale_rule import LARGEST_INT32, LossScaleRule, advance
 from cells.state_dict import check_count, check_keys
-from cells.trees import map_tensors
+from cells.trees import check_tree, tree_map
 
 _numbers = itertools.count(1)
+_scale = ops.MultitypeFuncGraph("scale")
+_unscale = ops.MultitypeFuncGraph("unscale")
+_unscale_wide = ops.MultitypeFuncGraph("unscale_wide")
+
+
+@_scale.register("Tensor", "Tensor")
+def _scale_tensor(factor, tensor):
+    return tensor * factor.astype(tensor.dtype)
+
+
+@_scale.register("Tensor", "RowTensor")
+def _scale_row_tensor(factor, tensor):
+    return RowTensorInner(tensor.indices, _scale_tensor(factor, tensor.values), tensor.dense_shape)
+
+
+@_unscale_wide.register("Tensor", "Tensor", "Tensor")
+def _unscale_wide_tensor(first, second, grad):
+    # First the usual dtype, without a cast: each op of this function is compiled once a gradient.
+    if grad.dtype == mstype.float32:
+        return grad * first * second
+    if grad.dtype == mstype.float64:
+        return grad * first.astype(mstype.float64) * second.astype(mstype.float64)
+    return grad.astype(mstype.float32) * first * second
+
+
+@_unscale_wide.register("Tensor", "Tensor", "RowTensor")
+def _unscale_wide_row_tensor(first, second, grad):
+    return RowTensorInner(grad.indices, _unscale_wide_tensor(first, second, grad.values), grad.dense_shape)
+
+
+@_unscale.register("Tensor", "Tensor", "Tensor")
+def _unscale_tensor(first, second, grad):
+    if grad.dtype == mstype.float32:
+        return grad * first * second
+    return _unscale_wide_tensor(first, second, grad).astype(grad.dtype)
+
+
+@_unscale.register("Tensor", "Tensor", "RowTensor")
+def _unscale_row_tensor(first, second, grad):
+    return RowTensorInner(grad.indices, _unscale_tensor(first, second, grad.values), grad.dense_shape)
+
+
+def scale_tree(scale: Tensor, tree: Any) -> Any:
+    """Return each Tensor of a tree times `scale`, in its own dtype. Differentiable.
+
+    Raises:
+        TypeError: if something else is in the tree.
+        RuntimeError: in a function that MindSpore captures by its bytecode.
+    """
+    _refuse_bytecode()
+    check_tree(tree)
+    return tree_map(ops.partial(_scale, scale), tree)
+
+
+@ops.constexpr
+def _refuse_bytecode() -> None:
+    """Raise RuntimeError in a function under ``jit(capture_mode="bytecode")``, whose gradients would be 0 in silence.
+
+    MindSpore captures the script's own module there, calls other modules' functions in between, and then loses what
+    leads from one captured part to the next.
+    """
+    frame: Any = sys._getframe()
+    while frame is not None:
+        if frame.f_code.co_name == "_fn" and frame.f_code.co_filename.endswith("pijit_context.py"):
+            raise RuntimeError(
+                'In a function under mindspore.jit(capture_mode="bytecode") the gradients of scale() would all be 0. '
+                "Use mindspore.jit without capture_mode, or write loss * scaler.scale_value."
+            )
+        frame = frame.f_back
+
+
+def unscale_tree(scale: Tensor, tree: Any, keep_dtype: bool = False) -> Any:
+    """Return each Tensor of a tree times the reciprocal of `scale`, computed in at least float32. Differentiable.
+
+    Above 2**126 the reciprocal is subnormal, which some CPU threads flush to zero; so the product is formed in two
+    steps, of which the second is a multiply by 1 for any smaller scale.
+    """
+    check_tree(tree)
+    usable = usable_scale(scale)
+    unscale = _unscale if keep_dtype else _unscale_wide
+    return tree_map(ops.partial(unscale, ops.reciprocal(usable), usable / scale), tree)
+
+
+def unscale_and_check(grads: tuple, scale: Tensor) -> tuple:
+    """Return (grads / scale in at least float32, whether any value of them is inf or nan). Not for compiled code."""
+    if way_to_look(grads) == "native":
+        unscaled, flags, _ = native_arithmetic().divide_and_look(scale, grads)
+        return unscaled, flags.any()
+    unscaled = unscale_tree(scale, grads)
+    return unscaled, any_nonfinite(unscaled)
 
 
 class LossScaler(nn.Cell):
@@ -41,7 +133,7 @@ class LossScaler(nn.Cell):
     so that compiled graphs see it change. As an attribute of a Cell a scaler is saved and restored with it, under
     the attribute's name; outside of one use `state_dict` and `load_state_dict`.
 
-    A subclass calls ``super().__init__()`` first and lists its Parameters in `state_names`.
+    A subclass lists its Parameters in `state_names`; it need not call ``super().__init__()``.
 
     Args:
         name: prefix of the Parameters' names, for a scaler inside a Cell built with ``auto_prefix=False``, such as
@@ -79,6 +171,12 @@ class LossScaler(nn.Cell):
             raise TypeError(f"For '{type(self).__name__}', 'name' must be a str or None, but got {name!r}.")
         # Two Parameters of one name can't be in one graph.
         self._name_prefix = name or f"{type(self).__name__}_{next(_numbers)}"
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        # MindSpore's LossScaler has no constructor, so subclasses written for it call none; a Cell needs its own.
+        if name != "__dict__" and "_params" not in self.__dict__:
+            LossScaler.__init__(self)
+        super().__setattr__(name, value)
 
     def scale(self, inputs: Any) -> Any:
         """Return `inputs`, usually the loss, times the loss scale, each in its own dtype.
@@ -148,10 +246,10 @@ class LossScaler(nn.Cell):
         """Return one value of a state dict, checked: a loss scale for `scale_value`, a count for the others."""
         owner = type(self).__name__
         if isinstance(value, Tensor):
-            value = value.asnumpy().item()
+            value = value.asnumpy().item() if value.size == 1 else value
         if name == "scale_value":
             return check_loss_scale(name, value, owner)
-        return check_count(name, value, owner)
+        return check_count(name, value, owner, LARGEST_INT32)
 
     def _make_parameter(self, name: str, value: float, dtype: Any) -> Parameter:
         return Parameter(Tensor(value, dtype), name=f"{self._name_prefix}.{name}", requires_grad=False)
@@ -189,7 +287,8 @@ class NoOpLossScaler(LossScaler):
         """Return `inputs` itself; with ``keep_dtype=False`` cast to float32 where it is narrower."""
         if keep_dtype:
             return inputs
-        return map_tensors(cast_up, inputs)
+        check_tree(inputs)
+        return tree_map(cast_up, inputs)
 
     def adjust(self, grads_finite: Union[Tensor, bool]) -> bool:
         """Return False: nothing ever changes."""
@@ -233,11 +332,11 @@ class StaticLossScaler(LossScaler):
 
     def scale(self, inputs: Any) -> Any:
         """Return `inputs` times `scale_value`, each in its own dtype."""
-        return map_tensors(ops.partial(multiply, self.scale_value), inputs)
+        return scale_tree(self.scale_value, inputs)
 
     def unscale(self, inputs: Any, keep_dtype: bool = True) -> Any:
         """Return `inputs` divided by `scale_value`, in their own dtypes or in at least float32."""
-        return map_tensors(ops.partial(_unscale, self.scale_value, keep_dtype), inputs)
+        return unscale_tree(self.scale_value, inputs, keep_dtype)
 
     def adjust(self, grads_finite: Union[Tensor, bool]) -> bool:
         """Return False: the scale is fixed."""
@@ -246,13 +345,9 @@ class StaticLossScaler(LossScaler):
 
 
 class DynamicLossScaler(StaticLossScaler):
-    """A loss scale that falls after an overflow and grows after a window of clean steps.
+    """A loss scale that falls after an overflow and grows after a window of clean steps, by the rule of the library.
 
-    `adjust` follows the one rule of this library, that of `DynamicLossScaleUpdateCell`::
-
-        if not grads_finite:             scale_value = max(scale_value / scale_factor, 1);    counter = 0
-        elif counter == scale_window-1:  scale_value = scale_value * scale_factor, if finite; counter = 0
-        else:                            counter += 1
+    `adjust` is one step of `cells.scale_rule.advance`.
 
     ======================= ======= ==============================================
     Parameter               starts  meaning
@@ -266,7 +361,7 @@ class DynamicLossScaler(StaticLossScaler):
         scale_value: the first loss scale, a finite number > 0; outside the limits it is moved to the nearest one,
             with a warning.
         scale_factor: what the scale is multiplied and divided by, a finite number >= 1, not only an int.
-        scale_window: clean steps after which the scale grows, an int > 0.
+        scale_window: clean steps after which the scale grows, an int > 0; from 2**31 - 1 on it never does.
         min_loss_scale: where falling stops; below 1 is allowed. Default: 1.0.
         max_loss_scale: where growing stops. Default: None, float32's largest number.
         backoff_factor: what the scale is multiplied by on overflow, 0 < backoff_factor <= 1. Default: None,
@@ -315,34 +410,20 @@ class DynamicLossScaler(StaticLossScaler):
         super().__init__(rule.clamp("scale_value", start, owner), name=name)
         self.scale_factor = rule.scale_factor
         self.scale_window = rule.scale_window
-        self.hysteresis = rule.hysteresis
-        self.growth = Tensor(rule.scale_factor, mstype.float32)
-        self.backoff = Tensor(rule.backoff_factor, mstype.float32)
-        self.minimum = Tensor(rule.min_loss_scale, mstype.float32)
-        self.maximum = Tensor(rule.max_loss_scale, mstype.float32)
+        self.rule = rule.tensors()
         self.counter = self._make_parameter("counter", 0, mstype.int32)
         self.consecutive_overflows = self._make_parameter("consecutive_overflows", 0, mstype.int32)
 
     def adjust(self, grads_finite: Union[Tensor, bool]) -> bool:
         """Move the scale as the rule says; returns True. In place, seen by compiled graphs."""
-        finite = _flag(grads_finite)
-        overflow = ops.logical_not(finite)
-        in_a_row = (self.consecutive_overflows + 1) * overflow.astype(mstype.int32)
-        backs_off = overflow if self.hysteresis == 1 else in_a_row >= self.hysteresis
-        clean = (self.counter + 1) * finite.astype(mstype.int32)
-        window_is_full = clean >= self.scale_window
-        new_scale = next_loss_scale(
-            self.scale_value, backs_off, window_is_full, self.growth, self.backoff, self.minimum, self.maximum
+        overflow = ops.logical_not(_flag(grads_finite))
+        scale, clean_steps, in_a_row = advance(
+            self.rule, self.scale_value, self.counter, self.consecutive_overflows, overflow
         )
         ops.assign(self.consecutive_overflows, in_a_row)
-        ops.assign(self.counter, clean * ops.logical_not(window_is_full).astype(mstype.int32))
-        ops.assign(self.scale_value, new_scale)
+        ops.assign(self.counter, clean_steps)
+        ops.assign(self.scale_value, scale)
         return True
-
-
-def _unscale(scale: Tensor, keep_dtype: bool, grad: Tensor) -> Tensor:
-    wide = unscale_wide(grad, scale)
-    return cast_like(grad, wide) if keep_dtype else wide
 
 
 def _flag(grads_finite: Any) -> Tensor:

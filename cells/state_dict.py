@@ -1,5 +1,6 @@
 """Checks of a state dict before anything of it is loaded."""
 
+import math
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -23,9 +24,10 @@ def check_keys(state_dict: Any, expected: Iterable[str], owner: str) -> None:
         )
 
 
-def check_count(name: str, value: Any, owner: str) -> int:
-    """Return `value` as an int if it is a whole number >= 0."""
+def check_count(name: str, value: Any, owner: str, largest: float = math.inf) -> int:
+    """Return `value` as an int if it is a whole number from 0 to `largest`."""
     number = check_number(name, value, owner)
-    if number < 0 or number != int(number):
-        raise ValueError(f"For '{owner}', '{name}' must be an int >= 0, but got {value}.")
-    return int(number)
+    if not 0 <= number <= largest or number != int(number):
+        limit = "" if largest == math.inf else f" and <= {largest}"
+        raise ValueError(f"For '{owner}', '{name}' must be an int >= 0{limit}, but got {value}.")
+    return int(value)

@@ -176,7 +176,8 @@ class TrainOneStepWithLossScaleCell(nn.TrainOneStepWithLossScaleCell):
         self._stage_ranks_checked = not self.reducer_flag
         # Last, so that a constructor that failed leaves both free for the next one.
         if isinstance(options.scale_sense, LossScaleUpdateCell):
-            options.scale_sense.bind(self.scale_sense)
+            window = self._stage_accumulator
+            options.scale_sense.bind(self.scale_sense, None if window is None else window.step)
         if ema is not None:
             ema.join(self.weights)
 

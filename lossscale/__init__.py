@@ -1,24 +1,36 @@
 """Loss scaling and mixed-precision train steps for MindSpore, on Ascend, GPU and CPU."""
 
-from cells.scalers import DynamicLossScaler, LossScaler, NoOpLossScaler, StaticLossScaler
-from lossscale._cells import (
+import cells
+
+if not hasattr(cells, "TrainOneStepWithLossScaleCell"):
+    raise ImportError(
+        f"lossscale needs its own package 'cells', but Python found another one: {getattr(cells, '__file__', cells)}. "
+        "Rename that one, or move it behind site-packages on sys.path (a folder 'cells' beside the script comes first)."
+    )
+
+from cells import (
     EMA,
     ClipByGlobalNorm,
     ClipByNorm,
     ClipByValue,
     CustomTrainOneStepCell,
+    DynamicLossScaler,
     DynamicLossScaleUpdateCell,
     FixedLossScaleUpdateCell,
     FusedAdamWeightDecay,
     FusedMomentum,
+    LossScaler,
     LossScaleUpdateCell,
+    NoOpLossScaler,
+    StaticLossScaler,
     TrainOneStepWithLossScaleCell,
+    all_finite,
     backend,
 )
 from lossscale.checkpoint import load_train_state, save_train_state
 from lossscale.convolutions import FastConvolutions, fast_convolutions
 from lossscale.find_loss_scale import LossScaleReport, find_loss_scale
-from lossscale.finite import NonfiniteGradient, all_finite, find_nonfinite
+from lossscale.finite import NonfiniteGradient, find_nonfinite
 from lossscale.grad_scaler import GradScaler
 from lossscale.history import read_history
 from lossscale.managers import DynamicLossScaleManager, FixedLossScaleManager, LossScaleManager

@@ -1,45 +1,12 @@
-"""Are all values finite, and if not, which gradients are to blame?"""
+"""Which gradients hold inf or nan, and how many? Read on the host."""
 
 from collections.abc import Sequence
 from typing import Any, NamedTuple, Optional, Union
 
 import numpy as np
-from mindspore import Parameter, Tensor, ops
+from mindspore import Parameter, Tensor
 from mindspore import dtype as mstype
 from mindspore.common.sparse_tensor import RowTensorInner
-
-from cells.scaler_arithmetic import overflows
-from cells.trees import flatten
-
-
-def all_finite(inputs: Any) -> Tensor:
-    """Return whether no value of any Tensor is inf or nan.
-
-    Works eagerly and inside `@ms.jit` and `construct`, without reading the device. On CPU it is exact for every
-    floating dtype; on Ascend and GPU it is `mindspore.amp.all_finite`, whose result depends on the device there.
-
-    Args:
-        inputs: a Tensor, or Tensors in nested tuples, lists and dicts.
-
-    Returns:
-        Tensor, bool, shape (). True where `inputs` holds no Tensor at all.
-
-    Raises:
-        TypeError: if something else than Tensors, tuples, lists and dicts is in `inputs`.
-
-    Supported Platforms:
-        ``Ascend`` ``GPU`` ``CPU``
-
-    Examples:
-        >>> from lossscale import all_finite
-        >>> from mindspore import Tensor
-        >>> print(all_finite((Tensor([1.0, 2.0]), [Tensor(float("inf"))])))
-        False
-    """
-    tensors = flatten(inputs)
-    if len(tensors) == 0:
-        return Tensor(True, mstype.bool_)
-    return ops.logical_not(overflows(tensors))
 
 
 class NonfiniteGradient(NamedTuple):

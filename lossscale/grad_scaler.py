@@ -7,9 +7,7 @@ from mindspore import Tensor, jit_class, ops
 from mindspore import dtype as mstype
 
 from cells.ranks import on_any_rank
-from cells.scaler_arithmetic import unscale_and_check
-from cells.trees import map_tensors
-from cells.gradient_ops import multiply
+from cells.scalers import scale_tree, unscale_and_check
 from lossscale._scale_state import ScaleState, checked_scale
 from lossscale._stages import OptimizerState, Stage, checked_gradients
 
@@ -117,10 +115,7 @@ class GradScaler(ScaleState):
         """
         if not self._enabled:
             return outputs
-        return map_tensors(self._scale_tensor, outputs)
-
-    def _scale_tensor(self, tensor: Tensor) -> Tensor:
-        return multiply(self._scale, tensor)
+        return scale_tree(self._scale, outputs)
 
     def unscale_(self, optimizer: Any, grads: Any) -> Any:
         """Return this optimizer's gradients divided by the scale, in float32 (float64 for float64), and check them.

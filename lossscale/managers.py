@@ -3,12 +3,13 @@
 import warnings
 from typing import Any, Optional
 
-from mindspore import nn
+from mindspore import Tensor, nn
+from mindspore import dtype as mstype
 from mindspore.train.loss_scale_manager import LossScaleManager as _MindSporeLossScaleManager
 
 from cells import DynamicLossScaleUpdateCell, FixedLossScaleUpdateCell
 from cells.checks import check_bool, check_loss_scale, check_number_at_least
-from cells.scale_rule import LossScaleRule
+from cells.scale_rule import LossScaleRule, advance
 
 _USUAL_LARGEST_FACTOR = 256
 
@@ -28,34 +29,36 @@ class LossScaleManager(_MindSporeLossScaleManager):
 class FixedLossScaleManager(LossScaleManager):
     """Manager of a loss scale that never changes.
 
-    Args:
-        loss_scale: the factor, a finite number >= 1. Default: 128.0.
-        drop_overflow_update: whether a step whose gradients overflowed is skipped. Where False, the optimizer
-            does the unscaling and must have been built with the same `loss_scale`. Default: True.
+        Args:
+            loss_scale: the factor, a finite number >= 1. Default: 128.0.
+            drop_overflow_update: whether a step whose gradients overflowed is skipped. Where False, the optimizer
+                does the unscaling and must have been built with the same `loss_scale`. Default: True.
 
-    Raises:
-        TypeError: if `loss_scale` is not a number or `drop_overflow_update` not a bool.
-        ValueError: if `loss_scale` is below 1, nan or inf.
+        Raises:
+            TypeError: if `loss_scale` is not a number or `drop_overflow_update` not a bool.
+            ValueError: if `loss_scale` is below 1, nan or inf.
 
-    Supported Platforms:
-        ``Ascend`` ``GPU`` ``CPU``
+        Supported Platforms:
+            ``Ascend`` ``GPU`` ``CPU``
 
-    Examples:
-        >>> from lossscale import FixedLossScaleManager, Model
-        >>> from mindspore import nn
-        >>> net = nn.Dense(4, 1)
-        >>> # 1) Skip the update if there is an overflow.
-        >>> optimizer = nn.Momentum(net.trainable_params(), learning_rate=0.1, momentum=0.9)
-        >>> model = Model(net, nn.MSELoss(), optimizer, loss_scale_manager=FixedLossScaleManager())
-        >>> # 2) Update even then; the optimizer divides by the scale.
-        >>> manager = FixedLossScaleManager(1024.0, False)
-        >>> optimizer = nn.Momentum(net.trainable_params(), 0.1, 0.9, loss_scale=1024.0)
-        >>> model = Model(net, nn.MSELoss(), optimizer, loss_scale_manager=manager)
+        Examples:
+            >>> from lossscale import FixedLossScaleManager, Model
+            >>> from mindspore import Tensor, nn
+    from mindspore import dtype as mstype
+            >>> net = nn.Dense(4, 1)
+            >>> # 1) Skip the update if there is an overflow.
+            >>> optimizer = nn.Momentum(net.trainable_params(), learning_rate=0.1, momentum=0.9)
+            >>> model = Model(net, nn.MSELoss(), optimizer, loss_scale_manager=FixedLossScaleManager())
+            >>> # 2) Update even then; the optimizer divides by the scale.
+            >>> manager = FixedLossScaleManager(1024.0, False)
+            >>> optimizer = nn.Momentum(net.trainable_params(), 0.1, 0.9, loss_scale=1024.0)
+            >>> model = Model(net, nn.MSELoss(), optimizer, loss_scale_manager=manager)
     """
 
     def __init__(self, loss_scale: float = 128.0, drop_overflow_update: bool = True):
         owner = type(self).__name__
         check_number_at_least("loss_scale", loss_scale, 1, owner)
+        check_loss_scale("loss_scale", loss_scale, owner)
         self._drop_overflow_update = check_bool("drop_overflow_update", drop_overflow_update, owner)
         self._loss_scale = loss_scale
 
@@ -80,40 +83,38 @@ class FixedLossScaleManager(LossScaleManager):
 class DynamicLossScaleManager(LossScaleManager):
     """Manager of a loss scale that falls on overflow and rises after `scale_window` steps without one.
 
-    In training the scale lives in the train cell built with `get_update_cell()` and this manager reads it there;
-    if several were built, the last one counts. Without a train cell the manager follows the same idea on the
-    host, for loops that call `update_loss_scale` themselves::
+        In training the scale lives in the train cell built with `get_update_cell()` and this manager reads it there;
+        if several were built, the last one counts. Without a train cell the manager takes the steps of the rule,
+        `cells.scale_rule.advance`, on the host, for loops that call `update_loss_scale` themselves.
 
-        if overflow:                            scale = max(scale / scale_factor, 1); last = cur
-        elif (cur - last) % scale_window == 0:  scale = min(scale * scale_factor, float32's largest)
-        cur += 1
+        Args:
+            init_loss_scale: the first scale, a finite number >= 1. Default: 2**24.
+            scale_factor: what the scale is multiplied and divided by, a finite number >= 1. Default: 2.
+            scale_window: steps without overflow after which the scale rises, an int > 0; from 2**31 - 1 on it never
+                does. Default: 2000.
+            min_loss_scale: where falling stops; below 1 is allowed. Default: 1.0.
+            max_loss_scale: where rising stops. Default: None, float32's largest number.
+            backoff_factor: what the scale is multiplied by on overflow. Default: None, 1 / `scale_factor`.
+            hysteresis: the overflow in a row that makes the scale fall first; each further one does so at once, and a
+                step without overflow refills it. Default: 1.
 
-    Args:
-        init_loss_scale: the first scale, a finite number >= 1. Default: 2**24.
-        scale_factor: what the scale is multiplied and divided by, a finite number >= 1. Default: 2.
-        scale_window: steps without overflow after which the scale rises, an int > 0. Default: 2000.
-        min_loss_scale: where falling stops; below 1 is allowed. Default: 1.0.
-        max_loss_scale: where rising stops. Default: None, float32's largest number.
-        backoff_factor: what the scale is multiplied by on overflow. Default: None, 1 / `scale_factor`.
-        hysteresis: the overflow in a row that makes the scale fall first; each further one does so at once, and a
-            step without overflow refills it. Default: 1.
+        Raises:
+            TypeError: if a number is not a number, or the window not an int.
+            ValueError: if a value is out of range, nan or inf.
 
-    Raises:
-        TypeError: if a number is not a number, or the window not an int.
-        ValueError: if a value is out of range, nan or inf.
+        Supported Platforms:
+            ``Ascend`` ``GPU`` ``CPU``
 
-    Supported Platforms:
-        ``Ascend`` ``GPU`` ``CPU``
-
-    Examples:
-        >>> from lossscale import DynamicLossScaleManager, Model
-        >>> from mindspore import nn
-        >>> net = nn.Dense(4, 1)
-        >>> optimizer = nn.Momentum(net.trainable_params(), learning_rate=0.1, momentum=0.9)
-        >>> manager = DynamicLossScaleManager()
-        >>> model = Model(net, nn.MSELoss(), optimizer, loss_scale_manager=manager)
-        >>> manager.get_loss_scale()
-        16777216.0
+        Examples:
+            >>> from lossscale import DynamicLossScaleManager, Model
+            >>> from mindspore import Tensor, nn
+    from mindspore import dtype as mstype
+            >>> net = nn.Dense(4, 1)
+            >>> optimizer = nn.Momentum(net.trainable_params(), learning_rate=0.1, momentum=0.9)
+            >>> manager = DynamicLossScaleManager()
+            >>> model = Model(net, nn.MSELoss(), optimizer, loss_scale_manager=manager)
+            >>> manager.get_loss_scale()
+            16777216.0
     """
 
     def __init__(
@@ -147,6 +148,8 @@ class DynamicLossScaleManager(LossScaleManager):
                 stacklevel=2,
             )
         self._host_loss_scale = self._rule.clamp("init_loss_scale", init_loss_scale, owner)
+        self._rule_tensors = self._rule.tensors()
+        self._clean_steps = 0
         self._update_cells: list[DynamicLossScaleUpdateCell] = []
         self.scale_window = scale_window
         self.scale_factor = scale_factor
@@ -159,8 +162,27 @@ class DynamicLossScaleManager(LossScaleManager):
 
     @property
     def loss_scale(self) -> float:
-        """The current loss scale, as `get_loss_scale` returns it."""
+        """The current loss scale, as `get_loss_scale` returns it.
+
+        Assign to it to set the scale: that of the train cell if there is one, seen by compiled graphs too, else the
+        initial one. Outside the limits it is moved to the nearest one, with a warning.
+
+        Raises:
+            TypeError: if it is not a number.
+            ValueError: if it is not a float32 > 0.
+            RuntimeError: inside a window of the train cell's micro-steps.
+        """
         return self.get_loss_scale()
+
+    @loss_scale.setter
+    def loss_scale(self, value: float) -> None:
+        owner = type(self).__name__
+        check_loss_scale("loss_scale", value, owner)
+        value = self._rule.clamp("loss_scale", value, owner)
+        bound = self._bound_cell()
+        for cell in self._update_cells if bound is None else [bound]:
+            cell.set_loss_scale(value)
+        self._host_loss_scale = value
 
     def get_loss_scale(self) -> float:
         """Return the current loss scale: the train cell's if there is one (reads the device), else the host's."""
@@ -195,12 +217,16 @@ class DynamicLossScaleManager(LossScaleManager):
             self.cur_iter += 1
 
     def _update_host_scale(self, overflow: bool) -> None:
+        scale, clean_steps, _ = advance(
+            self._rule_tensors,
+            Tensor(self._host_loss_scale, mstype.float32),
+            Tensor(self._clean_steps, mstype.int32),
+            Tensor(self.bad_step, mstype.int32),
+            Tensor(bool(overflow)),
+        )
+        self._host_loss_scale, self._clean_steps = scale.asnumpy().item(), clean_steps.asnumpy().item()
         if overflow:
-            if self.bad_step + 1 >= self._rule.hysteresis:
-                self._host_loss_scale = max(self._host_loss_scale * self.decrease_ratio, self._rule.min_loss_scale)
             self.last_overflow_iter = self.cur_iter
-        elif (self.cur_iter - self.last_overflow_iter) % self.scale_window == 0:
-            self._host_loss_scale = min(self._host_loss_scale * self.increase_ratio, self._rule.max_loss_scale)
 
     def get_drop_overflow_update(self) -> bool:
         """Return True: a step whose gradients overflowed is always skipped."""

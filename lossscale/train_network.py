@@ -1,5 +1,6 @@
 """Build a train cell from a network, an optimizer and a manager, as `mindspore.amp.build_train_network` does."""
 
+import warnings
 from typing import Any, Callable, Optional
 
 from mindspore import amp, boost, context, nn
@@ -163,10 +164,13 @@ def _check_optimizer_unscales(optimizer: nn.Cell, manager: Any) -> None:
     scale = manager.get_loss_scale()
     divisor = _optimizer_divisor(optimizer)
     if divisor != scale:
-        raise ValueError(
-            f"The manager does not drop overflowing updates, so the optimizer must divide by the loss scale "
-            f"{scale:g}, but it was built with loss_scale={divisor:g}. Build it with loss_scale={scale:g}; for an "
-            "optimizer that has no such argument use CustomTrainOneStepCell, or drop_overflow_update=True."
+        warnings.warn(
+            f"The manager does not drop overflowing updates, so the optimizer must divide by the loss scale {scale:g}, "
+            f"but it was built with loss_scale={divisor:g}: the effective learning rate is {scale / divisor:g} times "
+            f"that of the optimizer. Build it with loss_scale={scale:g}; for an optimizer that has no such argument "
+            "use CustomTrainOneStepCell, or drop_overflow_update=True.",
+            UserWarning,
+            stacklevel=5,
         )
 
 

@@ -50,3 +50,19 @@ def multiply(name, factor, grads, dtypes=None, norm=False):
     status = call(name, arrays, [str(arrays[0].dtype), *names, *[str(output.dtype) for output in outputs]])
     assert status == 0
     return (products, bool(overflow[0]), flags.tolist(), *([total[0]] if norm else []))
+
+
+def many_updates(overflow, rule, state):
+    """Call "update_scale" once for each of n histories: arrays of length n, the state's written in place."""
+    arrays = [overflow, *rule, *state, np.empty_like(overflow)]
+    count = len(arrays)
+    pointers = np.stack([array.ctypes.data + array.itemsize * np.arange(array.size) for array in arrays], axis=1)
+    first, width = pointers.ctypes.data, pointers.itemsize * count
+    ndims = (ctypes.c_int * count)()
+    names = (ctypes.c_char_p * count)(*[str(array.dtype).encode() for array in arrays])
+    function = ctypes.CDLL(library_path()).lossscale_update_scale
+    for i in range(overflow.size):
+        assert (
+            function(count, ctypes.c_void_p(first + i * width), ndims, (ctypes.c_void_p * count)(), names, None, None)
+            == 0
+        )

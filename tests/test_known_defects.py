@@ -1,10 +1,7 @@
 """Defects that train steps written by hand have had, one test each, named after the defect.
 
-Those that a test of the cells guards already are listed in `GUARDED_ELSEWHERE`.
+Those that belong to one module, such as a clip that hides an overflow, are in its own tests.
 """
-
-import inspect
-from importlib import import_module
 
 import mindspore as ms
 import numpy as np
@@ -23,38 +20,7 @@ from lossscale import (
 )
 from tests.nets import GradientsAsGiven, batch, mlp
 
-GUARDED_ELSEWHERE = {
-    "no check on CPU": "cells.test_train_step.test_overflow_leaves_everything_but_the_scale",
-    "clip by value hides an overflow": "cells.test_step_order.test_clipping_cannot_hide_an_overflow",
-    "micro-steps move something": "cells.test_accumulate.test_only_the_accumulators_move_inside_a_window",
-    "EMA on micro-steps, before the optimizer, or on overflow": "cells.test_ema.test_it_follows_real_updates_only",
-    "windows shifted by a dropped micro-step": "cells.test_accumulate.test_an_overflow_anywhere_drops_the_whole_window",
-    "sum where a mean was meant": "cells.test_accumulate.test_micro_batches_equal_one_large_batch",
-    "learning rate by micro-steps or dropped steps": "cells.test_accumulate.test_schedules_count_updates",
-    "float16 sums": "cells.test_accumulate.test_float16_gradients_are_summed_in_float32",
-    "a scale that moves inside a window": "cells.test_accumulate.test_the_scale_is_constant_inside_a_window",
-    "a scale of inf for ever": "cells.test_update.test_scale_never_reaches_inf",
-    "a scale that never grows": "cells.test_update.test_sequences_equal_plain_python",
-    "get_loss_scale() tells the first scale for ever": "cells.test_update.test_get_loss_scale_is_live_once_bound",
-    "scale_sense of int64 or float16": "cells.test_train_step.test_scale_of_any_numeric_dtype_keeps_its_shape",
-    "a float16 loss is seeded with inf": "cells.test_train_step.test_a_float16_loss_is_named_with_its_cure",
-    "unscaling in float16": "cells.test_train_step.test_float16_gradients_that_would_vanish_in_float16",
-    "an integer as a scale": "cells.test_train_step.test_every_gradient_reaches_the_optimizer_at_its_true_size",
-    "forward pass twice": "cells.test_step_order.test_extras_come_back_and_are_not_differentiated",
-    "a resume gets the scale without its counters": "test_checkpoint.test_a_checkpoint_holds_scale_and_counters",
-    "a resume shifts the window": "cells.test_accumulate.test_a_resume_inside_a_window_continues_exactly",
-    "the optimizer divides what nobody multiplied": (
-        "lossscale.test_train_network.test_a_kept_overflow_asks_for_the_optimizers_division"
-    ),
-    "drop_overflow_update='False' is true": "cells.test_step_order.test_options_of_a_wrong_kind_are_refused",
-}
 REPORT = ("overflow", "loss_scale", "grad_norm", "updated")
-
-
-@pytest.mark.parametrize("place", GUARDED_ELSEWHERE.values(), ids=GUARDED_ELSEWHERE.keys())
-def test_the_guard_exists(place):
-    module, name = place.rsplit(".", 1)
-    assert inspect.isfunction(getattr(import_module(f"tests.{module}"), name))
 
 
 def given(scale_sense, values=((0.0, 0.0),), optimizer=lambda w: nn.SGD(w, 1.0), dtypes=None, **options):

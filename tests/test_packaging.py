@@ -154,6 +154,16 @@ def test_import_changes_nothing_in_mindspores_context(tmp_path):
 
 
 @pytest.mark.processes
+def test_import_builds_no_native_op(tmp_path):
+    """On Ascend and GPU there is none, and the device is often chosen after the import."""
+    refuse = (
+        "from mindspore import ops\ndef refuse(*args, **kwargs):\n    raise RuntimeError\nops.Custom.__init__ = refuse"
+    )
+    done = python(f"{refuse}\nimport lossscale", tmp_path, ROOT)
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.processes
 @pytest.mark.parametrize("as_module", [True, False])
 def test_another_cells_package_is_named(tmp_path, as_module):
     foreign = tmp_path / ("cells.py" if as_module else "cells/__init__.py")

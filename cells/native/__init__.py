@@ -26,7 +26,25 @@ def library_path() -> Optional[str]:
     return next((str(path) for path in paths if path.is_file()), None)
 
 
-def native_op(name: str, out_shape: Any, out_dtype: Any) -> ops.Custom:
+class NativeOp(ops.Custom):
+    """An entry point of the kernel that can be copied and pickled, as MindSpore's own can't.
+
+    Args:
+        rebuild: the function and the arguments that make it again, in another process too.
+    """
+
+    def __init__(self, rebuild: tuple, *args: Any):
+        super().__init__(*args, func_type="aot")
+        self.rebuild = rebuild
+
+    def __deepcopy__(self, memo: dict) -> "NativeOp":
+        return self  # without state
+
+    def __reduce__(self) -> tuple:
+        return self.rebuild
+
+
+def native_op(name: str, out_shape: Any, out_dtype: Any) -> NativeOp:
     """Return the entry point ``lossscale_<name>`` of the compiled kernel as an op.
 
     Raises:
@@ -35,10 +53,11 @@ def native_op(name: str, out_shape: Any, out_dtype: Any) -> ops.Custom:
     path = library_path()
     if path is None:
         raise RuntimeError("The native kernel is not built; install lossscale with a C++ compiler on the machine.")
-    return ops.Custom(f"{path}:lossscale_{name}", out_shape, out_dtype, func_type="aot")
+    rebuild = native_op, (name, out_shape, out_dtype)
+    return NativeOp(rebuild, f"{path}:lossscale_{name}", out_shape, out_dtype)
 
 
-def in_place_op(name: str, out_shape: Any, out_dtype: Any, read: int, written: int) -> ops.Custom:
+def in_place_op(name: str, out_shape: Any, out_dtype: Any, read: int, written: int) -> NativeOp:
     """Return entry point `name`, declared as MindSpore's own optimizer ops are: it writes its last inputs in place.
 
     The declaration makes the compiler order the op after every earlier read of a Parameter and before every later
@@ -50,6 +69,7 @@ def in_place_op(name: str, out_shape: Any, out_dtype: Any, read: int, written: i
         written: how many Parameters follow.
     """
     op = native_op(name, out_shape, out_dtype)
+    op.rebuild = in_place_op, (name, out_shape, out_dtype, read, written)
     op.add_prim_attr("side_effect_mem", True)
     inputs = [sig.make_sig(f"input{i}") for i in range(read)]
     op.set_signatures([*inputs, *(sig.make_sig(f"state{i}", sig.sig_rw.RW_WRITE) for i in range(written))])

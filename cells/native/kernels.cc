@@ -421,24 +421,4 @@ void ApplyAdamWeightDecay(double factor, const AdamConstants &constants, const s
   });
 }
 
-void UpdateScale(bool overflow, const ScaleRule &rule, const ScaleState &state) {
-  const ExactSubnormals exact;
-  const bool window_is_full = *state.step - *state.last >= rule.scale_window;
-  const int32_t in_a_row = overflow ? *state.in_a_row + 1 : 0;
-  const float scale = *state.loss_scale;
-  if (overflow) {
-    if (in_a_row >= rule.hysteresis) {
-      *state.loss_scale = std::min(scale, std::max(scale * rule.backoff_factor, rule.min_loss_scale));
-    }
-    *state.total += 1;
-  } else if (window_is_full && std::isfinite(scale * rule.scale_factor)) {
-    *state.loss_scale = std::max(scale, std::min(scale * rule.scale_factor, rule.max_loss_scale));
-  }
-  if (overflow || window_is_full) {
-    *state.last = *state.step;
-  }
-  *state.in_a_row = in_a_row;
-  *state.step += 1;
-}
-
 }  // namespace lossscale

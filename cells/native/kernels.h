@@ -67,26 +67,6 @@ struct AdamConstants {
 void ApplyMomentum(double factor, float momentum, const std::vector<MomentumTensor> &tensors);
 void ApplyAdamWeightDecay(double factor, const AdamConstants &constants, const std::vector<AdamTensor> &tensors);
 
-// The rule of a dynamic loss scale, in float32; see cells/rule.py, which has it as ops.
-struct ScaleRule {
-  float scale_factor;
-  float backoff_factor;
-  float min_loss_scale;
-  float max_loss_scale;
-  int32_t scale_window;
-  int32_t hysteresis;
-};
-
-struct ScaleState {
-  float *loss_scale;
-  int32_t *step;           // number of the step that runs now
-  int32_t *last;           // step of the last overflow or growth
-  int32_t *in_a_row;       // overflows in a row up to the last step
-  int32_t *total;          // overflows in all
-};
-
-void UpdateScale(bool overflow, const ScaleRule &rule, const ScaleState &state);
-
 }  // namespace lossscale
 
 #endif  // LOSSSCALE_CELLS_NATIVE_KERNELS_H_

@@ -217,29 +217,3 @@ LOSSSCALE_OP(lossscale_adam_weight_decay) {
   lossscale::ApplyAdamWeightDecay(step.factor, {step.options[0], step.options[1], step.options[2]}, tensors);
   return kDone;
 }
-
-// Inputs: overflow, scale_factor, backoff_factor, min_loss_scale, max_loss_scale, scale_window, hysteresis, then
-// loss_scale and four counters, written in place. Output: overflow. All of one value.
-LOSSSCALE_OP(lossscale_update_scale) {
-  const Arguments arguments{count, data, ndims, shapes, dtypes};
-  static const char *const kDtypes[] = {"bool",  "float32", "float32", "float32", "float32", "int32", "int32",
-                                        "float32", "int32", "int32",   "int32",   "int32",   "bool"};
-  if (count != static_cast<int>(std::size(kDtypes))) {
-    return kBadCount;
-  }
-  for (int i = 0; i < count; ++i) {
-    if (std::strcmp(dtypes[i], kDtypes[i]) != 0) {
-      return kBadDtype;
-    }
-    if (arguments.Size(i) != 1) {
-      return kBadCount;
-    }
-  }
-  const bool overflow = *static_cast<const bool *>(data[0]);
-  const auto number = [data](int i) { return static_cast<float *>(data[i]); };
-  const auto counter = [data](int i) { return static_cast<int32_t *>(data[i]); };
-  lossscale::UpdateScale(overflow, {*number(1), *number(2), *number(3), *number(4), *counter(5), *counter(6)},
-                         {number(7), counter(8), counter(9), counter(10), counter(11)});
-  *static_cast<bool *>(data[12]) = overflow;
-  return kDone;
-}

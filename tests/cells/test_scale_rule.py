@@ -5,7 +5,9 @@ import pytest
 from mindspore import Tensor
 from mindspore import dtype as mstype
 
-from cells.scale_rule import LossScaleRule, next_loss_scale
+from cells.native import library_path
+from cells.scale_rule import LARGEST_INT32, LossScaleRule, advance, next_loss_scale
+from tests.kernel_calls import many_updates
 from tests.oracles import DynamicScale
 
 LARGEST = float(np.finfo(np.float32).max)
@@ -58,6 +60,65 @@ def test_float64_factors_round_once():
     assert got.tolist() == np.float32(scales.astype(np.float64) * 1.1).tolist()
 
 
+def random_histories(count, steps, seed=0):
+    """A rule and a state for each of many histories, and their overflows; many near the ends of float32 and int32."""
+    rng = np.random.default_rng(seed)
+    limits = np.sort(2.0 ** rng.uniform(-126, 127.9, (2, count)), axis=0)
+    floats = [rng.choice([1, 2, 3, 1.1, 1000, 2.0**126], count), rng.choice([0.5, 0.25, 0.7, 1, 2.0**-126], count)]
+    window = rng.choice([1, 2, 3, 5, LARGEST_INT32 - 1, LARGEST_INT32], count)
+    hysteresis = rng.choice([1, 2, 3, LARGEST_INT32], count)
+    rule = [x.astype(np.float32) for x in (*floats, *limits)] + [n.astype(np.int32) for n in (window, hysteresis)]
+    scale = (2.0 ** rng.uniform(-126, 127.99, count)).astype(np.float32)
+    counts = [rng.choice([0, 0, 1, LARGEST_INT32 - 3, LARGEST_INT32], count).astype(np.int32) for _ in range(4)]
+    return rule, scale, counts, rng.integers(0, 2, (steps, count)).astype(bool)
+
+
+@pytest.mark.skipif(library_path() is None, reason="the native kernel is not built")
+def test_the_native_twin_equals_the_rule_over_10000_histories():
+    rule, scale, (last, in_a_row, total, _), overflows = random_histories(10_000, 30)
+    step = np.maximum(last, 1).astype(np.int32)
+    last = np.maximum(step.astype(np.int64) - 1 - np.roll(last, 1), -1).astype(np.int32)
+    native = [each.copy() for each in (scale, step, last, in_a_row, total)]
+    tensors = [Tensor(each) for each in rule]
+    state = Tensor(scale), Tensor(step - 1 - last), Tensor(in_a_row)
+    for overflow in overflows:
+        state = advance(tensors, *state, Tensor(overflow))
+        many_updates(overflow, rule, native)
+        clean = native[1].astype(np.int64) - 1 - native[2]
+        for ours, twin in zip(state, (native[0], clean, native[3])):
+            np.testing.assert_array_equal(ours.asnumpy(), twin)
+    assert (np.stack(native[1:]) >= -1).all()
+
+
+def test_advance_equals_plain_python_over_whole_histories():
+    rule, scale, _, overflows = random_histories(200, 30, seed=1)
+    twins = [
+        DynamicScale(s, r[0], r[4], r[2], r[3], r[1], r[5]) for s, *r in zip(scale, *(each.tolist() for each in rule))
+    ]
+    zeros = Tensor(np.zeros(200, np.int32))
+    state = Tensor(scale), zeros, zeros
+    for overflow in overflows:
+        state = advance([Tensor(each) for each in rule], *state, Tensor(overflow))
+        wanted = [twin.step(over) for twin, over in zip(twins, overflow)]
+        assert state[0].asnumpy().tolist() == wanted
+        assert state[1].asnumpy().tolist() == [twin.current - 1 - twin.last for twin in twins]
+        assert state[2].asnumpy().tolist() == [twin.in_a_row for twin in twins]
+
+
+@pytest.mark.parametrize(("window", "grows"), [(LARGEST_INT32 - 1, True), (LARGEST_INT32, False), (10**30, False)])
+def test_counters_stop_at_the_end_of_int32(window, grows):
+    rule = LossScaleRule.checked("Owner", 2, window, hysteresis=LARGEST_INT32).tensors()
+    state = [Tensor(value) for value in (np.float32(8), np.int32(LARGEST_INT32 - 3), np.int32(LARGEST_INT32 - 2))]
+    clean = [advance(rule, *state, Tensor(False))]
+    for _ in range(2):
+        clean.append(advance(rule, *clean[-1], Tensor(False)))
+    assert [float(scale) for scale, _, _ in clean] == ([8, 16, 16] if grows else [8, 8, 8])
+    bad = [advance(rule, *state, Tensor(True))]
+    bad.append(advance(rule, *bad[-1], Tensor(True)))
+    assert [(float(scale), int(count)) for scale, _, count in bad] == [(8, LARGEST_INT32 - 1), (4, LARGEST_INT32)]
+    assert int(advance(rule, *bad[-1], Tensor(True))[2]) == LARGEST_INT32
+
+
 @pytest.mark.parametrize(
     ("arguments", "error", "words"),
     [
@@ -73,7 +134,13 @@ def test_float64_factors_round_once():
         ({"max_loss_scale": 0.5}, ValueError, "'max_loss_scale' must be >= 'min_loss_scale'"),
         ({"backoff_factor": 1.5}, ValueError, "<= 1"),
         ({"backoff_factor": 0}, ValueError, "> 0"),
+        ({"backoff_factor": 1e-50}, ValueError, "as a float32"),
+        ({"scale_factor": 1e38}, ValueError, "reciprocal"),
+        ({"scale_factor": 10**400}, ValueError, "finite"),
+        ({"scale_factor": None}, TypeError, "number"),
+        ({"min_loss_scale": 10**400}, ValueError, "finite"),
         ({"hysteresis": 0}, ValueError, "> 0"),
+        ({"hysteresis": 2**31}, ValueError, "at most 2"),
     ],
 )
 def test_bad_numbers_are_refused(arguments, error, words):

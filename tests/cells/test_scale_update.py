@@ -1,5 +1,8 @@
 """Update cells: whole sequences against the plain-Python twin, binding, and refused arguments."""
 
+import copy
+import pickle
+
 import mindspore as ms
 import numpy as np
 import pytest
@@ -97,6 +100,51 @@ def test_overflow_comes_back_as_it_went_in(mode, backend, overflow):
     assert bool(FixedLossScaleUpdateCell(4.0)(scale, Tensor(overflow))) is overflow
 
 
+@pytest.mark.parametrize("overflow", [True, False])
+def test_counters_stop_at_the_end_of_int32(mode, backend, overflow):
+    end = 2**31 - 1
+    cell, scale = cell_and_scale(8.0, window=3)
+    for counter in (cell.cur_iter, cell.consecutive_overflows, cell.total_overflows):
+        counter.set_data(Tensor(end, ms.int32))
+    cell.last_overflow_iter.set_data(Tensor(end - 2, ms.int32))
+    scales = []
+    for _ in range(4):
+        cell(scale, Tensor(overflow))
+        scales.append(float(scale.asnumpy()))
+    assert scales == ([4, 2, 1, 1] if overflow else [8, 16, 16, 16])
+    counters = (cell.cur_iter, cell.consecutive_overflows, cell.total_overflows)
+    assert [int(c.asnumpy()) for c in counters] == [end, end if overflow else 0, end]
+
+
+@pytest.mark.parametrize("window", [2**31 - 1, 2**31, 10**30])
+def test_a_huge_window_means_never(mode, backend, window):
+    cell, scale = cell_and_scale(8.0, window=window)
+    cell.last_overflow_iter.set_data(Tensor(-1, ms.int32))
+    cell.cur_iter.set_data(Tensor(2**31 - 1, ms.int32))
+    for overflow in (False, False, True, False):
+        cell(scale, Tensor(overflow))
+    assert float(scale.asnumpy()) == 4.0
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda cell: pickle.loads(pickle.dumps(cell))])
+def test_copies_go_on_by_themselves(mode, backend, copied):
+    update, scale = cell_and_scale(8.0, window=2)
+    update(scale, Tensor(False))
+    other, other_scale = copied(update), Parameter(Tensor(8.0), name="other")
+    other(other_scale, Tensor(False))
+    assert (float(other_scale.asnumpy()), float(scale.asnumpy())) == (16.0, 8.0)
+    update(scale, Tensor(True))
+    assert (int(update.total_overflows.asnumpy()), int(other.total_overflows.asnumpy())) == (1, 0)
+
+
+@pytest.mark.parametrize("make", [FixedLossScaleUpdateCell, lambda value: DynamicLossScaleUpdateCell(value, 2, 1)])
+def test_an_int_stays_an_int_until_the_scale_is_live(make):
+    update = make(256)
+    assert isinstance(update.get_loss_scale(), int)
+    train_cell(update)
+    assert isinstance(update.get_loss_scale(), float)
+
+
 def test_fixed_cell_changes_nothing(mode):
     scale = Parameter(Tensor(4.0), name="scale_sense")
     for overflow in (True, False, True):
@@ -143,7 +191,7 @@ def test_one_update_cell_in_two_train_cells_is_refused():
 @pytest.mark.parametrize(
     ("value", "error"),
     [
-        *[(value, ValueError) for value in (0, -1, float("nan"), float("inf"), 1e39)],
+        *[(value, ValueError) for value in (0, -1, float("nan"), float("inf"), 1e39, 10**400)],
         *[(value, TypeError) for value in ("8", None, True)],
     ],
 )

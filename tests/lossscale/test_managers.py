@@ -1,15 +1,18 @@
+import copy
 import inspect
 import math
+import pickle
 
 import mindspore
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from mindspore import Tensor, nn
+from mindspore import Parameter, Tensor, nn
 
 from lossscale import (
     DynamicLossScaleManager,
+    DynamicLossScaler,
     DynamicLossScaleUpdateCell,
     FixedLossScaleManager,
     FixedLossScaleUpdateCell,
@@ -17,14 +20,13 @@ from lossscale import (
     TrainOneStepWithLossScaleCell,
 )
 from tests.nets import batch, mlp
+from tests.oracles import DynamicScale
 
-LARGEST_FLOAT32 = float(np.finfo(np.float32).max)
 
-
-def train_cell(update_cell):
+def train_cell(update_cell, **options):
     net = mlp()
     return TrainOneStepWithLossScaleCell(
-        nn.WithLossCell(net, nn.MSELoss()), nn.SGD(net.trainable_params(), 0.01), update_cell
+        nn.WithLossCell(net, nn.MSELoss()), nn.SGD(net.trainable_params(), 0.01), update_cell, **options
     )
 
 
@@ -77,7 +79,7 @@ def test_fixed_that_keeps_overflowing_updates_has_no_update_cell():
     assert manager.get_update_cell() is None
 
 
-@pytest.mark.parametrize("value", [0.999, 0, -1, math.nan, math.inf, -math.inf])
+@pytest.mark.parametrize("value", [0.999, 0, -1, math.nan, math.inf, -math.inf, 1e39, 10**400])
 def test_fixed_refuses_a_scale_below_one_or_not_finite(value):
     with pytest.raises(ValueError, match=r"FixedLossScaleManager.*'loss_scale'.*but got"):
         FixedLossScaleManager(value)
@@ -126,6 +128,8 @@ def test_dynamic_takes_any_kind_of_number(number):
         ("scale_factor", -2, ValueError),
         ("scale_factor", math.nan, ValueError),
         ("scale_factor", math.inf, ValueError),
+        ("scale_factor", 10**400, ValueError),
+        ("scale_factor", 1e38, ValueError),
         ("scale_factor", "2", TypeError),
         ("scale_factor", True, TypeError),
         ("scale_window", 0, ValueError),
@@ -150,39 +154,92 @@ def test_a_factor_of_256_does_not_warn():
     assert DynamicLossScaleManager(4, 256).scale_factor == 256
 
 
-class HostRule:
-    """The host's rule in plain Python."""
-
-    def __init__(self, scale, factor, window):
-        self.scale, self.factor, self.window = scale, factor, window
-        self.step, self.mark, self.in_a_row = 1, 0, 0
-
-    def update(self, overflow):
-        if overflow:
-            self.scale = max(self.scale * (1 / self.factor), 1)
-            self.mark = self.step
-            self.in_a_row += 1
-        else:
-            self.in_a_row = 0
-            if (self.step - self.mark) % self.window == 0:
-                self.scale = min(self.scale * self.factor, LARGEST_FLOAT32)
-        self.step += 1
+LIMITS = {"floor": "min_loss_scale", "ceiling": "max_loss_scale", "backoff": "backoff_factor"}
 
 
-@settings(deadline=None, max_examples=300)
+@settings(deadline=None, max_examples=60)
 @given(
-    scale=st.floats(1, 2.0**127),
-    factor=st.floats(1, 256) | st.sampled_from([2, 3, 4]),
-    window=st.integers(1, 5),
-    overflows=st.lists(st.booleans(), max_size=60),
+    scale=st.floats(1, 2.0**127, width=32) | st.sampled_from([2.0**127, 10.0]),
+    factor=st.floats(1, 256, width=32) | st.sampled_from([2, 3, 1.1]),
+    window=st.integers(1, 5) | st.just(2**31),
+    limits=st.sampled_from([{}, {"floor": 2.0**-3}, {"ceiling": 2.0**20, "backoff": 0.25}, {"hysteresis": 2}]),
+    overflows=st.lists(st.booleans(), max_size=30),
 )
-def test_host_rule(scale, factor, window, overflows):
-    manager, rule = DynamicLossScaleManager(scale, factor, window), HostRule(scale, factor, window)
+@pytest.mark.filterwarnings("ignore:.*outside the limits:UserWarning")
+def test_host_rule_equals_plain_python(scale, factor, window, limits, overflows):
+    options = {LIMITS.get(name, name): value for name, value in limits.items()}
+    manager = DynamicLossScaleManager(scale, factor, window, **options)
+    twin = DynamicScale(manager.get_loss_scale(), factor, window, **limits)
+    marks = [number for number, overflow in enumerate(overflows, 1) if overflow]
     for overflow in overflows:
         manager.update_loss_scale(overflow)
-        rule.update(overflow)
-        seen = (manager.get_loss_scale(), manager.cur_iter, manager.last_overflow_iter, manager.bad_step)
-        assert seen == (rule.scale, rule.step, rule.mark, rule.in_a_row)
+        assert manager.get_loss_scale() == twin.step(overflow)
+        assert manager.bad_step == twin.in_a_row
+    assert (manager.cur_iter, manager.last_overflow_iter) == (len(overflows) + 1, max(marks, default=0))
+
+
+def test_manager_cell_and_scaler_give_the_same_series(mode):
+    """From 2**127 growing stops, and factor 1.1 is applied in float32, everywhere."""
+    for start, factor in ((2.0**127, 2), (10.0, 1.1)):
+        manager = DynamicLossScaleManager(start, factor, 1)
+        cell, scaler = manager.get_update_cell(), DynamicLossScaler(start, factor, 1)
+        scale = Parameter(Tensor(start, mindspore.float32), name="scale_sense")
+        for overflow in (False, False, True, False):
+            cell(scale, Tensor(overflow))
+            scaler.adjust(not overflow)
+            manager.update_loss_scale(overflow)
+            assert manager.get_loss_scale() == float(scale.asnumpy()) == float(scaler.scale_value.asnumpy())
+
+
+@pytest.mark.parametrize("wraps", [False, True], ids=["one step", "two micro-steps"])
+def test_loss_scale_can_be_assigned(mode, wraps):
+    manager = DynamicLossScaleManager(1024, 2, 100)
+    update = manager.get_update_cell()
+    manager.loss_scale = 64
+    assert manager.get_loss_scale() == update.get_loss_scale() == manager.get_update_cell().get_loss_scale() == 64
+    cell = train_cell(update, accumulate_steps=2 if wraps else 1)
+    run(cell, [False])
+    if wraps:
+        with pytest.raises(RuntimeError, match="inside a window"):
+            manager.loss_scale = 8
+        assert manager.loss_scale == 64
+        run(cell, [False])
+    manager.loss_scale = 16
+    assert manager.loss_scale == float(cell.scale_sense.asnumpy()) == 16
+    run(cell, [True] * (2 if wraps else 1))
+    assert manager.loss_scale == 8
+
+
+@pytest.mark.parametrize(
+    ("value", "error"), [(0, ValueError), (1e39, ValueError), (10**400, ValueError), ("8", TypeError)]
+)
+def test_what_cannot_be_a_scale_is_not_assigned(value, error):
+    manager = DynamicLossScaleManager(1024)
+    with pytest.raises(error, match="loss_scale"):
+        manager.loss_scale = value
+    assert manager.loss_scale == 1024
+
+
+def test_an_assigned_scale_keeps_to_the_limits():
+    manager = DynamicLossScaleManager(1024, max_loss_scale=2048.0)
+    with pytest.warns(UserWarning, match="outside the limits"):
+        manager.loss_scale = 4096
+    assert manager.loss_scale == 2048
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda manager: pickle.loads(pickle.dumps(manager))])
+@pytest.mark.parametrize("bound", [False, True])
+def test_copies_after_get_update_cell(copied, bound):
+    manager = DynamicLossScaleManager(1024, 2, 3)
+    update = manager.get_update_cell()
+    if bound:
+        run(train_cell(update), [True])
+    other = copied(manager)
+    assert other.loss_scale == manager.loss_scale == (512 if bound else 1024)
+    other.loss_scale = 8
+    assert (other.loss_scale, manager.loss_scale) == (8, 512 if bound else 1024)
+    run(train_cell(other.get_update_cell()), [True])
+    assert other.loss_scale == 4
 
 
 @pytest.mark.parametrize("bound", [False, True])
@@ -192,7 +249,9 @@ def test_the_1001st_overflow_in_a_row_raises(bound):
         train_cell(manager.get_update_cell())
     manager.update_loss_scale(True)
     manager.update_loss_scale(False)
-    for _ in range(1000):
+    assert manager.bad_step == 0
+    manager.bad_step = 990
+    for _ in range(10):
         manager.update_loss_scale(True)
     with pytest.raises(RuntimeError, match="1001 overflows in a row"):
         manager.update_loss_scale(True)
@@ -251,6 +310,17 @@ def test_a_new_update_cell_starts_at_the_current_scale():
     cell = train_cell(manager.get_update_cell())
     cell.scale_sense.set_data(Tensor(64.0, mindspore.float32))
     assert manager.get_update_cell().get_loss_scale() == 64
+
+
+def test_update_cell_takes_the_managers_limits():
+    limits = {"min_loss_scale": 2.0, "max_loss_scale": 32.0, "backoff_factor": 0.25, "hysteresis": 2}
+    manager = DynamicLossScaleManager(32.0, 2, 1, **limits)
+    cell = manager.get_update_cell()
+    scale, seen = Parameter(Tensor(32.0), name="scale_sense"), []
+    for overflow in (False, True, True, True, True, False):
+        cell(scale, Tensor(overflow))
+        seen.append(float(scale.asnumpy()))
+    assert seen == [32, 32, 8, 2, 2, 4]
 
 
 def test_update_cell_takes_the_managers_rule():

@@ -197,11 +197,15 @@ def test_an_optimizer_that_divides_too_is_refused():
 
 
 @pytest.mark.parametrize("divisor", [{}, {"loss_scale": 512.0}])
-def test_a_kept_overflow_asks_for_the_optimizers_division(divisor):
-    net = network()
-    for build in builds_in_both(net, momentum(net, **divisor), loss_scale_manager=FixedLossScaleManager(1024.0, False)):
-        with pytest.raises(ValueError, match=r"built with loss_scale=(1|512)\. Build it with loss_scale=1024"):
-            build()
+def test_a_kept_overflow_warns_of_another_division_and_trains_as_stock(divisor):
+    manager, nets = FixedLossScaleManager(1024.0, False), [network(), network()]
+    copy_parameters(*nets)
+    rate = 1024 / divisor.get("loss_scale", 1)
+    with pytest.warns(UserWarning, match=rf"effective learning rate is {rate:g} times.*loss_scale=1024"):
+        ours = build_train_network(nets[0], momentum(nets[0], **divisor), nn.MSELoss(), loss_scale_manager=manager)
+    stock = amp.build_train_network(nets[1], momentum(nets[1], **divisor), nn.MSELoss(), loss_scale_manager=manager)
+    for _ in range(2):
+        assert float(ours(*batch())) == float(stock(*batch()))
 
 
 def test_an_optimizer_inside_a_wrapper_counts(on_ascend):

@@ -1,5 +1,6 @@
 // Test of the kernels by themselves, for the sanitizers: heap buffers of the exact size, against plain loops.
 #include "../../../cells/native/kernels.h"
+#include "../../../cells/native/update_scale.h"
 
 #include <cmath>
 #include <cstdio>
