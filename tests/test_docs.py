@@ -21,6 +21,7 @@ WITH_PYTHON = [
 ]
 MIGRATION = ROOT / "examples" / "migration" / "README.md"
 LINKING = [*sorted(DOCS.rglob("*.md")), MIGRATION, *(ROOT / name for name in ("README.md", "README_CN.md"))]
+SAID = r"^ *print\(.*\)  # (.*)$"
 NOTEBOOK = DOCS / "notebooks" / "what_a_loss_scale_does.ipynb"
 
 
@@ -34,9 +35,19 @@ def test_python_blocks_run_as_one_script(tmp_path, capsys, monkeypatch, page):
     script = tmp_path / "page.py"  # MindSpore compiles from the source file
     script.write_text(blocks(page), encoding="utf-8")
     runpy.run_path(str(script))
-    printed = capsys.readouterr().out
-    said = re.findall(r"^ *print\(.*\)  # (.*)$", blocks(page), re.M)
-    assert not [line for line in said if f"{line}\n" not in printed], printed
+    printed = capsys.readouterr().out.splitlines()
+    rest = iter(printed)  # what a page says comes in the order in which it says so
+    missing = [line for line in re.findall(SAID, blocks(page), re.M) if line not in rest]
+    assert not missing, printed
+
+
+def test_resume_page_resumes_a_run_that_moves(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    script = tmp_path / "page.py"
+    script.write_text(blocks(DOCS / "resume.md"), encoding="utf-8")
+    unbroken = runpy.run_path(str(script))["unbroken"]
+    assert len({loss for loss, _, _ in unbroken}) == 6
+    assert len({scale for _, _, scale in unbroken[3:]}) > 1 and not all(overflow for _, overflow, _ in unbroken[3:])
 
 
 def test_every_page_says_python_where_it_shows_python():
