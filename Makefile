@@ -8,7 +8,7 @@ STAMP := $(VENV)/.installed
 JOBS ?= 2
 
 .DEFAULT_GOAL := help
-.PHONY: help install train train-distributed test test-all test-oldest check format mutate bench bench-growth bench-quick clean
+.PHONY: help install train train-distributed test test-all test-devices test-oldest check format mutate bench bench-growth bench-quick docs docs-serve docs-install docs-pictures docs-notebook clean
 
 help:  ## list the commands
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
@@ -35,6 +35,9 @@ test: install  ## run the tests, with coverage
 
 test-all: install  ## run the slow tests too
 	$(RUN) -m pytest -n $(JOBS) --cov --cov-report=term
+
+test-devices: install  ## compile everything for Ascend and GPU, on stand-ins for their libraries
+	$(RUN) -m pytest tests/devices
 
 test-oldest:  ## run the tests on the oldest MindSpore that is supported
 	test -x .venv-oldest/bin/python || $(PYTHON) -m venv .venv-oldest
@@ -78,6 +81,30 @@ $(MUTATE_STAMP): Makefile
 mutate: install $(MUTATE_STAMP)  ## make N=40 random changes to the code, one at a time, and list those that no test notices
 	.venv-mutate/bin/python tests/mutations/sample.py --python $(RUN) --jobs $(JOBS) --number $(N) $(if $(SEED),--seed $(SEED)) $(MUTATE)
 
+DOCS_VENV ?= .venv-docs
+DOCS_STAMP := $(DOCS_VENV)/.installed
+MKDOCS := NO_MKDOCS_2_WARNING=1 $(DOCS_VENV)/bin/mkdocs
+
+$(DOCS_STAMP): docs/requirements.txt
+	test -x $(DOCS_VENV)/bin/python || $(PYTHON) -m venv $(DOCS_VENV)
+	$(DOCS_VENV)/bin/python -m pip install --quiet --disable-pip-version-check --requirement docs/requirements.txt
+	touch $@
+
+docs-install: $(DOCS_STAMP)
+
+docs: docs-install  ## build the documentation site into site/
+	$(MKDOCS) build --strict
+
+docs-serve: docs-install  ## show it at http://127.0.0.1:8000, and follow changes
+	$(MKDOCS) serve
+
+docs-pictures: install  ## draw the pictures of the docs again; trains LeNet
+	$(RUN) docs/draw.py
+
+docs-notebook: install  ## run the notebook, and keep its outputs
+	$(RUN) -m pip install --quiet --disable-pip-version-check --editable ".[notebook]"
+	$(RUN) docs/run_notebook.py
+
 clean:  ## remove what was built, but not .venv
-	rm -rf build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis .coverage out rank_0 rewritten_network kernel_meta
+	rm -rf build dist site *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis .coverage out rank_0 rewritten_network kernel_meta
 	find . -name __pycache__ -not -path './.venv*' -prune -exec rm -rf {} +

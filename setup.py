@@ -10,9 +10,10 @@ VERSION = re.search(r'^__version__ = "(.+)"$', (ROOT / "lossscale/__init__.py").
 
 PROGRESS = ["tqdm>=4.60"]
 PLOT = ["matplotlib>=3.7"]
+NOTEBOOK = ["ipykernel>=6", "nbclient>=0.8", "nbformat>=5", "scikit-learn>=1.3", *PLOT]
 EXAMPLES = ["scikit-learn>=1.3", *PROGRESS, *PLOT]
 TEST = ["hypothesis==6.170.15", "pytest==9.2.0", "pytest-cov==7.1.0", "pytest-xdist==3.8.0", *EXAMPLES]
-DEV = ["mypy==2.4.1", "ruff==0.17.5", *TEST]
+DEV = ["mypy==2.4.1", "ruff==0.17.5", *NOTEBOOK, *TEST]
 
 # Optional: without a compiler the package installs all the same and works by plain MindSpore ops. Functions are
 # compiled for several generations of x86 and chosen at run time, so -march stays that of the platform.
@@ -57,6 +58,13 @@ setup(
     # Every numpy 2 breaks operators of MindSpore 2.7 to 2.10 on CPU, whatever its own metadata says.
     install_requires=["mindspore>=2.7,<3", "numpy<2"],
     entry_points={"console_scripts": ["lossscale=lossscale.cli:main"]},
-    extras_require={"progress": PROGRESS, "plot": PLOT, "examples": EXAMPLES, "test": TEST, "dev": DEV},
+    extras_require={
+        "progress": PROGRESS,
+        "plot": PLOT,
+        "examples": EXAMPLES,
+        "notebook": NOTEBOOK,
+        "test": TEST,
+        "dev": DEV,
+    },
     zip_safe=False,
 )

@@ -41,6 +41,7 @@ def parse_arguments():
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--data-dir", help="a folder with the four MNIST idx files, in place of the digits")
     parser.add_argument("--out-dir", default="out", help="where the history and the pictures go")
+    parser.add_argument("--pictures", default="png", choices=["png", "svg", "pdf"], help="their format")
     return parser.parse_args()
 
 
@@ -112,12 +113,12 @@ def main():
     model.fit(args.epochs, train_batches, test_batches, callbacks=[monitor, EpochLine(monitor)])
 
     accuracy = model.eval(test_batches)["accuracy"]
-    pictures = [plot_history(monitor.history, out / "lenet_history.png")]
+    pictures = [plot_history(monitor.history, out / f"lenet_history.{args.pictures}")]
     if args.amp_level != "O0":
         sample = [(Tensor(train_data[0][i : i + 32]), Tensor(train_data[1][i : i + 32])) for i in (0, 32, 64, 96)]
         loss_fn = nn.SoftmaxCrossEntropyWithLogits(sparse=True, reduction="mean")
         report = find_loss_scale(network, WithFloat32(loss_fn), sample)
-        pictures.append(report.plot(out / "lenet_gradients.png"))
+        pictures.append(report.plot(out / f"lenet_gradients.{args.pictures}"))
     last = monitor.history[-1]
     print(
         f"accuracy={accuracy:.4f} loss_scale={last['next_loss_scale'] * in_optimizer:.0f} "

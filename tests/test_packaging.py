@@ -4,6 +4,8 @@ import re
 import shutil
 import subprocess
 import sys
+import sysconfig
+import tarfile
 import zipfile
 from pathlib import Path
 
@@ -14,6 +16,7 @@ import lossscale
 
 ROOT = Path(lossscale.__file__).parents[1]
 PACKAGES = ("cells", "lossscale")
+SOURCES = {".py", ".cc", ".h", ".typed"}
 PUBLIC_CELLS = sorted(set(cells.__all__))
 
 STEP = """\
@@ -43,18 +46,28 @@ def python(code, cwd, *paths):
 
 
 @pytest.fixture(scope="module")
-def wheel(tmp_path_factory):
-    """The wheel, built from a copy of what git would hold, so that the checkout stays clean."""
-    folder = tmp_path_factory.mktemp("wheel")
-    source = folder / "source"
-    leave = shutil.ignore_patterns("__pycache__", ".*", "build", "dist", "*.egg-info", "rank_0", "kernel_meta")
-    shutil.copytree(ROOT, source, ignore=leave)
+def source(tmp_path_factory):
+    """A copy of what git would hold, so that the checkout stays clean."""
+    folder = tmp_path_factory.mktemp("source") / "lossscale"
+    leave = shutil.ignore_patterns(
+        "__pycache__", ".*", "build", "dist", "site", "*.so", "*.egg-info", "rank_0", "kernel_meta"
+    )
+    shutil.copytree(ROOT, folder, ignore=leave)
+    return folder
+
+
+def built_wheel(source, folder):
     pip = [sys.executable, "-m", "pip", "--disable-pip-version-check", "-q"]
     subprocess.run(
         [*pip, "wheel", "--no-deps", "--wheel-dir", folder, source], check=True, capture_output=True, timeout=300
     )
     (built,) = folder.glob("lossscale-*.whl")
     return built
+
+
+@pytest.fixture(scope="module")
+def wheel(source, tmp_path_factory):
+    return built_wheel(source, tmp_path_factory.mktemp("wheel"))
 
 
 @pytest.mark.processes
@@ -82,6 +95,56 @@ def test_installed_wheel_trains_from_another_folder(wheel, tmp_path):
     done = python(f"import runpy; runpy.run_path({str(script)!r})", tmp_path, target)
     assert done.returncode == 0, done.stderr
     assert done.stdout.count(str(target)) == 2, done.stdout
+
+
+@pytest.mark.slow
+@pytest.mark.processes
+def test_wheel_passes_the_smoke_test_of_a_release(wheel, tmp_path):
+    """In an environment without the checkout; MindSpore, a gigabyte, is that of this one."""
+    environment = tmp_path / "clean"
+    subprocess.run([sys.executable, "-m", "venv", environment], check=True, timeout=120)
+    there = environment / "bin" / "python"
+    pip = [there, "-m", "pip", "--disable-pip-version-check", "-q", "install", "--no-deps"]
+    subprocess.run([*pip, wheel], check=True, capture_output=True, timeout=120)
+    (packages,) = environment.glob("lib/python3*/site-packages")
+    (packages / "mindspore.pth").write_text(sysconfig.get_paths()["purelib"], encoding="utf-8")
+    native = ["--native"] if shutil.which("g++") else []
+    command = [there, ROOT / ".ci" / "smoke.py", *native]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=200)
+    assert done.returncode == 0, done.stdout + done.stderr[-2000:]
+    assert f"smoke test passed: {packages}/lossscale/" in done.stdout
+
+
+@pytest.mark.slow
+@pytest.mark.processes
+def test_source_distribution_holds_what_a_build_needs(source, tmp_path):
+    command = [sys.executable, "setup.py", "-q", "sdist", "--dist-dir", tmp_path]
+    subprocess.run(command, cwd=source, check=True, capture_output=True, timeout=120)
+    (archive,) = tmp_path.glob("lossscale-*.tar.gz")
+    with tarfile.open(archive) as tar:
+        names = {name.partition("/")[2] for name in tar.getnames()}
+        tar.extractall(tmp_path, **({"filter": "data"} if hasattr(tarfile, "data_filter") else {}))
+    wanted = [path for package in PACKAGES for path in (ROOT / package).rglob("*") if path.suffix in SOURCES]
+    assert {str(path.relative_to(ROOT)) for path in wanted} <= names
+    assert {"LICENSE", "README.md", "setup.py", "pyproject.toml", "CHANGELOG.md"} <= names
+    unpacked = archive.name[: -len(".tar.gz")]
+    names = zipfile.ZipFile(built_wheel(tmp_path / unpacked, tmp_path)).namelist()
+    assert any(name.startswith("cells/_native.") for name in names) == bool(shutil.which("g++"))
+
+
+@pytest.mark.slow
+@pytest.mark.processes
+def test_native_kernel_compiles_for_aarch64(tmp_path):
+    compiler = shutil.which("aarch64-linux-gnu-g++")
+    if compiler is None:
+        pytest.skip("no cross compiler: apt-get install g++-aarch64-linux-gnu")
+    setup = (ROOT / "setup.py").read_text(encoding="utf-8")
+    flags = re.findall(r'^ +"(-[^"]+)",', setup[setup.index("extra_compile_args") : setup.index("extra_link")], re.M)
+    sources = sorted((ROOT / "cells" / "native").glob("*.cc"))
+    command = [compiler, *flags, "-Wall", "-Werror", "-fPIC", "-shared", *sources, "-o", tmp_path / "native.so"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert (tmp_path / "native.so").read_bytes()[18:20] == b"\xb7\x00"  # ELF's number of the machine
 
 
 @pytest.mark.processes
@@ -159,10 +222,29 @@ def test_nothing_but_mindspore_and_numpy_is_needed():
 
 def test_make_has_every_target():
     targets = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(encoding="utf-8"), re.M))
-    assert {"install", "train", "test", "test-all", "test-oldest", "check", "bench", "clean"} <= targets
+    assert {
+        "install",
+        "train",
+        "test",
+        "test-all",
+        "test-oldest",
+        "check",
+        "bench",
+        "docs",
+        "docs-serve",
+        "clean",
+    } <= targets
 
 
 def test_ci_runs_the_same_targets():
     assert "make check test" in (ROOT / ".ci/run").read_text(encoding="utf-8")
-    (workflow,) = (ROOT / ".github/workflows").glob("*.yml")
-    assert re.search(r"make check|\.ci/run", workflow.read_text(encoding="utf-8"))
+    workflow = (ROOT / ".github/workflows/ci.yml").read_text(encoding="utf-8")
+    assert re.search(r"make check|\.ci/run", workflow)
+    assert "make docs" in (ROOT / ".github/workflows/docs.yml").read_text(encoding="utf-8")
+
+
+def test_release_builds_for_both_machines_and_tries_what_it_built():
+    release = (ROOT / ".github/workflows/release.yml").read_text(encoding="utf-8")
+    assert {"ubuntu-latest", "ubuntu-24.04-arm"} <= set(re.findall(r"ubuntu-[\w.-]+", release))
+    assert "cibuildwheel@" in release and "--sdist" in release
+    assert release.count(".ci/smoke.py") == 2  # the wheel, and the source distribution

@@ -27,10 +27,10 @@ def free_port():
 
 
 def start(module, ranks, logs, *arguments, **environment):
-    """Start ``python -m module arguments`` on `ranks` ranks; return the process of msrun, leader of their group."""
+    """Start a module, or the script at a path, on `ranks` ranks; return the process of msrun, leader of their group."""
     logs.mkdir(parents=True, exist_ok=True)
     msrun = Path(sys.executable).parent / "msrun"
-    script = ROOT / (module.replace(".", "/") + ".py")
+    script = module if isinstance(module, Path) else ROOT / (module.replace(".", "/") + ".py")
     command = [str(msrun), f"--worker_num={ranks}", f"--local_worker_num={ranks}", f"--master_port={free_port()}"]
     command += ["--join=True", f"--log_dir={logs}", str(script), *map(str, arguments)]
     path = os.pathsep.join([str(ROOT), str(Path(sys.executable).parent), os.environ.get("PATH", "")])
