@@ -21,6 +21,10 @@ from cells.storage import ParameterStorage
 from cells.unscale import Unscale, unscaling
 
 # Methods of 0.1.0 that a subclass may have overridden: how many arguments they took, and what to write now.
+
+# Bound here: patch_mindspore() puts ours under MindSpore's name, and a look-up at the call would find that.
+_StockCell = nn.TrainOneStepWithLossScaleCell
+
 _RENAMED = {
     "reduce": (1, "reduce_gradients(self, grads)"),
     "skips": (2, "skips_update(self, overflow, norm)"),
@@ -352,7 +356,7 @@ class TrainOneStepWithLossScaleCell(nn.TrainOneStepWithLossScaleCell):
             return status
         if not self.cpu_target:
             # Not super(): in GRAPH_MODE it is the parent of the cell's own class, and subclasses would call this again.
-            return nn.TrainOneStepWithLossScaleCell.get_overflow_status(self, status, compute_output)
+            return _StockCell.get_overflow_status(self, status, compute_output)
         overflow = overflow_of(compute_output, self._stage_sparse)
         if self.is_distributed:
             overflow = self.allreduce(overflow.astype(mstype.float32)) > 0

@@ -38,6 +38,7 @@ from lossscale.grad_scaler import GradScaler
 from lossscale.managers import DynamicLossScaleManager, FixedLossScaleManager, LossScaleManager
 from lossscale.model import Model
 from lossscale.monitor import LossScaleMonitor, plot_history, read_history
+from lossscale.patch import patch_mindspore, unpatch_mindspore
 from lossscale.train_network import build_train_network
 from lossscale.underflow import LossScaleReport, find_loss_scale
 
@@ -79,7 +80,9 @@ __all__ = [
     "find_nonfinite",
     "fuse",
     "load_train_state",
+    "patch_mindspore",
     "plot_history",
     "read_history",
     "save_train_state",
+    "unpatch_mindspore",
 ]

@@ -16,6 +16,7 @@ from mindspore import Tensor, nn
 import lossscale
 from lossscale.figures import checked_picture
 from lossscale.monitor import plot_history, read_history, summarize
+from lossscale.run import add_run_parser, run_script
 
 _KINDS = {
     "native": "native kernel, all gradients in one op and one pass",
@@ -42,7 +43,10 @@ def main(arguments: Optional[Sequence[str]] = None) -> int:
     report.add_argument("history", type=Path, help="the JSON Lines file")
     report.add_argument("--output", "-o", type=Path, help="the picture; default: the file's name with .png")
     report.add_argument("--no-plot", action="store_true", help="only the summary")
+    add_run_parser(commands)
     options = parser.parse_args(arguments)
+    if options.command == "run":
+        return run_script(options)
     if options.command == "doctor":
         return doctor()
     try:
