@@ -45,7 +45,10 @@ EXPORT int aclrtFree(void *p) { free(p); return 0; }
 EXPORT int aclrtFreeHost(void *p) { free(p); return 0; }
 EXPORT int aclrtGetDevice(int *device) { *device = 0; return 0; }
 EXPORT int aclrtMemcpy(void *to, size_t, const void *from, size_t n, int) { memcpy(to, from, n); return 0; }
-EXPORT int aclrtMemcpyAsync(void *to, size_t n, const void *from, size_t, int, void *) { return aclrtMemcpy(to, n, from, n, 0); }
+EXPORT int aclrtMemcpyAsync(void *to, size_t, const void *from, size_t n, int, void *) {
+  memcpy(to, from, n);
+  return 0;
+}
 EXPORT int aclrtMemset(void *to, size_t, int value, size_t n) { memset(to, value, n); return 0; }
 }
 """
