@@ -7,8 +7,10 @@ from mindspore import Tensor, nn
 from mindspore import dtype as mstype
 
 from cells.checks import check_bool, check_positive_int, scale_tensor
+from cells.clip import ClipByNormBase
 from cells.ema import EMA
 from cells.gradient_ops import may_have_sparse_gradients
+from cells.ranks import has_shards
 from cells.scale_update import LossScaleUpdateCell
 
 OUTPUTS = ("loss", "overflow", "loss_scale", "grad_norm", "learning_rate", "updated")
@@ -75,6 +77,13 @@ def checked_options(
             f"For '{owner}', the network has sparse gradients, which can be neither accumulated, clipped nor measured. "
             "Build its embeddings with sparse=False."
         )
+    takes_norm = "grad_norm" in options.outputs or isinstance(clip_grad, ClipByNormBase)
+    if has_shards() and options.accumulate_steps > 1 and takes_norm:
+        raise ValueError(
+            f"For '{owner}', the weights may be spread over devices, and MindSpore adds up the squares of their parts "
+            "only for gradients, not for sums of them: with accumulate_steps > 1 there is no clip by a norm and no "
+            "'grad_norm'. Leave them out, clip by value, or make the batch larger in place of accumulating."
+        )
     return options
 
 
@@ -84,6 +93,11 @@ def check_cells(network: Any, optimizer: Any, owner: str) -> None:
         raise TypeError(
             f"For '{owner}', 'network' must be a Cell that returns a loss, but got {network!r}; write "
             "nn.WithLossCell(net, loss_fn)."
+        )
+    if isinstance(network, nn.PipelineCell):
+        raise TypeError(
+            f"For '{owner}', 'network' must not be a PipelineCell: its micro-batches need a train cell of MindSpore's. "
+            "Write build_train_network(network, optimizer, loss_scale_manager=manager) or Model(...), which choose it."
         )
     if not isinstance(optimizer, nn.Cell) or not hasattr(optimizer, "parameters"):
         raise TypeError(

@@ -13,6 +13,11 @@ def is_data_parallel() -> bool:
     return context.get_auto_parallel_context("parallel_mode") in ("data_parallel", "hybrid_parallel")
 
 
+def has_shards() -> bool:
+    """Return whether MindSpore may spread each weight over devices, so that a gradient here may be a part of one."""
+    return context.get_auto_parallel_context("parallel_mode") in ("semi_auto_parallel", "auto_parallel")
+
+
 def world_size() -> int:
     """Return the number of ranks that share the gradients: 1 outside data parallel."""
     return get_group_size() if is_data_parallel() and GlobalComm.INITED else 1

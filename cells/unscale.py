@@ -15,8 +15,9 @@ from mindspore import ParameterTuple, Tensor, nn
 from mindspore import dtype as mstype
 
 from cells.backends import gradient_arithmetic
-from cells.clip import ClipByGlobalNorm, ClipByNorm
+from cells.clip import ClipByGlobalNorm, ClipByNorm, ClipByNormBase
 from cells.gradient_ops import cast_like, cast_up, global_norm, norms_of, on_cpu, unscale
+from cells.ranks import has_shards
 
 _NARROW = (mstype.float16, mstype.bfloat16)
 
@@ -32,6 +33,8 @@ def unscaling(weights: Sequence, clip_grad: Any, sparse: bool, norm: bool, folds
         folds: whether a clip by norm may be one multiply with the unscaling, which saves a pass over the gradients.
         in_branch: whether the stage runs inside an `if`.
     """
+    if norm and has_shards() and isinstance(clip_grad, ClipByNormBase):
+        return ShardedUnscale(weights, clip_grad), None
     if sparse or not on_cpu():
         return Unscale(weights, norm), clip_grad
     clips = folds and type(clip_grad) in (ClipByGlobalNorm, ClipByNorm)
@@ -56,6 +59,20 @@ class Unscale(nn.Cell):
         grads = cast_like(self.weights, unscale(cast_up(scaled), divisor))
         norm = global_norm(norms_of(grads)) if self.norm else Tensor(0.0, mstype.float32)
         return grads, Tensor([0] * 8, mstype.int32), (), norm
+
+
+class ShardedUnscale(Unscale):
+    """Divide and clip by one set of norms: MindSpore completes one for each gradient where weights are sharded."""
+
+    def __init__(self, weights: Sequence, clip_grad: nn.Cell):
+        super().__init__(weights, True)
+        self.clip_grad = clip_grad
+
+    def construct(self, scaled, divisor):
+        grads = unscale(cast_up(scaled), divisor)
+        norms = norms_of(grads)
+        clipped = self.clip_grad.arithmetic.multiply(self.clip_grad.factor(norms), grads)
+        return cast_like(self.weights, clipped), Tensor([0] * 8, mstype.int32), (), global_norm(norms)
 
 
 class LookingUnscale(nn.Cell):

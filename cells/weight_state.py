@@ -2,10 +2,10 @@
 
 from collections.abc import Sequence
 
-from mindspore import Parameter, ParameterTuple, Tensor, context, ops
+from mindspore import Parameter, ParameterTuple, Tensor, ops
 from mindspore import dtype as mstype
 
-_SHARDED = ("semi_auto_parallel", "auto_parallel")
+from cells.ranks import has_shards
 
 
 def state_of(weights: Sequence, prefix: str, zeros: bool) -> ParameterTuple:
@@ -16,7 +16,7 @@ def state_of(weights: Sequence, prefix: str, zeros: bool) -> ParameterTuple:
         prefix: what the names start with.
         zeros: whether they start at zero, or at the weights' values.
     """
-    one = _clone_of if context.get_auto_parallel_context("parallel_mode") in _SHARDED else _state_of
+    one = _clone_of if has_shards() else _state_of
     return ParameterTuple([one(weight, f"{prefix}.{weight.name}", zeros) for weight in weights])
 
 

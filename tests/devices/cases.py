@@ -12,7 +12,7 @@ from pathlib import Path
 
 import mindspore as ms
 import numpy as np
-from mindspore import Parameter, Tensor, mint, nn, ops
+from mindspore import Parameter, Tensor, nn, ops
 
 import lossscale
 from tests.nets import LeNet5, mlp
@@ -70,6 +70,12 @@ EVERYTHING = {
 
 def everything():
     return {**EVERYTHING, "clip_grad": lossscale.ClipByGlobalNorm(1.0, skip_above=100.0), "ema": lossscale.EMA(0.99)}
+
+
+def summing():
+    """Every option that goes with sums of gradients where weights are sharded."""
+    outputs = tuple(name for name in EVERYTHING["outputs"] if name != "grad_norm")
+    return {**EVERYTHING, "outputs": outputs, "clip_grad": lossscale.ClipByValue(1.0), "ema": lossscale.EMA(0.99)}
 
 
 def scale_of_the_call():
@@ -198,8 +204,8 @@ class Sharded(nn.Cell):
         return self.mean(self.square(self.matmul2(hidden, self.second)))
 
 
-def sharded(shard=True, base=lossscale.TrainOneStepWithLossScaleCell, scale=dynamic, **options):
-    network = Sharded(shard=shard)
+def sharded(shard=True, base=lossscale.TrainOneStepWithLossScaleCell, scale=dynamic, network=None, **options):
+    network = network or Sharded(shard=shard)
     return base(network, momentum(network), scale(), **options).set_train(), (Tensor(np.ones((16, 16), np.float32)),)
 
 
@@ -239,10 +245,15 @@ CASES: dict[str, Callable] = {
     "sharded, stock": lambda: sharded(**stock()),
     "sharded": sharded,
     "sharded, clip": lambda: sharded(clip_grad=lossscale.ClipByGlobalNorm(1.0)),
-    "sharded, everything": lambda: sharded(**everything()),
+    "sharded, clip by norm": lambda: sharded(clip_grad=lossscale.ClipByNorm(1.0)),
+    "sharded, every norm": lambda: sharded(**{**everything(), "accumulate_steps": 1}),
+    "sharded, accumulate": lambda: sharded(**summing()),
     "not sharded": lambda: sharded(shard=False),
     "not sharded, clip": lambda: sharded(shard=False, clip_grad=lossscale.ClipByGlobalNorm(1.0)),
-    "not sharded, everything": lambda: sharded(shard=False, **everything()),
+    "not sharded, every norm": lambda: sharded(shard=False, **{**everything(), "accumulate_steps": 1}),
+    "not sharded, accumulate": lambda: sharded(shard=False, **summing()),
+    "sharded, sums without norms": lambda: sharded(**everything()),
+    "pipeline": lambda: sharded(network=nn.PipelineCell(Sharded(shard=False), 2)),
 }
 CASES |= {
     f"{level}, {manager}": lambda level=level, manager=manager: built(level, manager)
@@ -257,7 +268,7 @@ def set_up(options) -> None:
     ms.set_context(mode=ms.GRAPH_MODE, jit_level=options.jit_level)
     if options.parallel == "stand_alone":
         return
-    mint.distributed.init_process_group() if options.device == "none" else ms.communication.init()
+    ms.communication.init()
     ms.set_auto_parallel_context(parallel_mode=options.parallel, gradients_mean=True)
     if options.optimizer_parallel:
         ms.set_auto_parallel_context(enable_parallel_optimizer=True, parallel_optimizer_config={})
