@@ -7,8 +7,8 @@ DUMP = """\
 %para1_x: <Tensor[Float32], (4, 8)> : [4, 8]
 %para2_scale_sense: <Ref[Tensor[Float32]], (), ref_key=scale_sense, is_parameter>  :  has_default
 subgraph @1_construct_9() {
-  %0(equiv_a) = PrimFunc_MatMul(%para1_x, %1, Bool(0)) {instance name: m}
-      : (<Tensor[Float32], (4, 8)>, <Ref[Tensor[Float16]], (8, 2), ref_key=w>, <Bool, NoShape>) -> (<Tensor[Float32], (4, 2)>)
+  %0(equiv_a) = PrimFunc_MatMul(%para1_x, %1) {instance name: m}
+      : (<Tensor[Float32], (4, 8)>, <Ref[Tensor[Float16]], (8, 2), ref_key=w>) -> (<Tensor[Float32], (4, 2)>)
       # Fullname with scope: (Default/net/MatMul-op0)
   %1(CNode_2) = Switch(%0, @2_branch_3, %2)
       : (<Tensor[Bool], ()>, <Func, NoShape>, <Func, NoShape>) -> (<Func, NoShape>)
