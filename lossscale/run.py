@@ -15,6 +15,7 @@ from typing import Any, Callable, Optional
 import mindspore as ms
 
 import cells
+from lossscale.convolutions import fast_convolutions
 from lossscale.monitor import LossScaleMonitor, plot_history
 from lossscale.patch import ModuleNames, patch_mindspore, unpatch_mindspore
 
@@ -51,6 +52,7 @@ def run_script(options: argparse.Namespace) -> int:
     stock_train, stock_fit = _StockModel.train, _StockModel.fit
     main_module = sys.modules["__main__"]
     patch_mindspore()
+    fast_convolutions()
     try:
         _override_context(context_names, options)
         if options.monitor is not None:

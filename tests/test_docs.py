@@ -29,6 +29,7 @@ def blocks(page):
     return "\n".join(re.findall(r"^```python\n(.*?)^```$", page.read_text("utf-8"), re.M | re.S))
 
 
+@pytest.mark.filterwarnings("ignore:imported before patch_mindspore")  # the tests subclass MindSpore's cells
 @pytest.mark.parametrize("page", WITH_PYTHON, ids=lambda page: page.stem)
 def test_python_blocks_run_as_one_script(tmp_path, capsys, monkeypatch, page):
     monkeypatch.chdir(tmp_path)

@@ -24,6 +24,7 @@ def doctests():
     return [test for module in modules() for test in finder.find(module, module.__name__) if test.examples]
 
 
+@pytest.mark.filterwarnings("ignore:imported before patch_mindspore")  # the tests subclass MindSpore's cells
 @pytest.mark.parametrize("test", doctests(), ids=lambda test: test.name)
 def test_docstring_runs(test):
     flags = doctest.NORMALIZE_WHITESPACE | doctest.ELLIPSIS

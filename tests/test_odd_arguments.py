@@ -79,6 +79,7 @@ TAKES = {
     "find_nonfinite": {"grads": {"list"}, "names": OPTIONAL},
     "fuse": {"optimizer": NOTHING},
     "load_train_state": {"folder": PLACES, "train_cell": NOTHING, "step": OPTIONAL_NUMBER},
+    "patch_mindspore": {"verbose": FLAG},
     "plot_history": {"history": NOTHING, "path": PLACES},
     "read_history": {"path": NOTHING},
     "save_train_state": {"folder": PLACES, "train_cell": NOTHING, "step": NUMBER, "keep": {"2**31", "huge"}},
@@ -86,7 +87,16 @@ TAKES = {
 # These take nothing, or are results that nobody makes by hand.
 # MindSpore's optimizers check what they are given.
 WITHOUT = {"FusedAdam", "FusedAdamW", "FusedAdamWeightDecay", "FusedMomentum", "FusedSGD"}
-WITHOUT |= {"LossScaleManager", "LossScaleReport", "NoOpLossScaler", "NonfiniteGradient", "backend"}
+WITHOUT |= {
+    "FastConvolutions",
+    "fast_convolutions",
+    "unpatch_mindspore",
+    "LossScaleManager",
+    "LossScaleReport",
+    "NoOpLossScaler",
+    "NonfiniteGradient",
+    "backend",
+}
 METHODS = {
     "GradScaler.update": {"new_scale": OPTIONAL_NUMBER},
     "GradScaler.set_growth_factor": {"new_factor": NUMBER},

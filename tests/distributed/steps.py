@@ -51,7 +51,7 @@ class ChecksLocalGradients(TrainOneStepWithLossScaleCell):
         loss = self.network(x, y, poison)
         grads = self.scaled_gradients((x, y, poison), loss, scale)
         overflow = self.get_overflow_status(Tensor([0] * 8, ms.int32), grads)
-        unscaled, _, _ = self.unscale_and_check(grads, grads, scale)
+        unscaled, _, _ = self.unscale_and_check(self.reduce_gradients(grads), scale)
         skip = self.process_loss_scale(overflow)
         if not skip:
             loss = ops.depend(loss, self.optimizer(unscaled))
