@@ -32,6 +32,19 @@ def stand_in_folder(tmp_path_factory, worker_id="master"):
     return folder
 
 
+@pytest.fixture
+def run_on(stand_in_folder, tmp_path):
+    """Return a function that runs Python with some arguments for a device."""
+
+    def run(device, *arguments):
+        environment = {**stand_ins.environment(stand_in_folder, device), "GLOG_v": "4"}
+        environment["PYTHONPATH"] = os.pathsep.join([str(ROOT), environment.get("PYTHONPATH", "")])
+        command = [sys.executable, *arguments]
+        return subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False)
+
+    return run
+
+
 class Compiled(NamedTuple):
     """What came of a case: the error's text, empty if none, and where the graph was dumped."""
 

@@ -29,6 +29,17 @@ def test_ascends_own_checks_are_asked(compile_cases):
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize(
+    ("device", "said"), [("Ascend", "self-test   not run: this is MindSpore's dry run"), ("GPU", "could not be run")]
+)
+def test_the_doctor_says_where_its_test_can_not_be_run(run_on, device, said):
+    done = run_on(device, "-m", "lossscale", "doctor")
+    assert done.returncode == 0, done.stdout + done.stderr
+    for part in (f"device      {device}", f"check       that of MindSpore for {device}", said, "all is well"):
+        assert part in done.stdout
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ALONE)
 @pytest.mark.parametrize(("device", "level"), [("Ascend", "O0"), ("Ascend", "O1"), ("GPU", "O0")])
 def test_every_cell_compiles(compile_cases, device, level, name):

@@ -42,6 +42,7 @@ def test_doctor():
         "device      CPU",
         "check  ",
         "self-test   passed",
+        "convolution ",
         "all is well",
     ):
         assert part in done.stdout
