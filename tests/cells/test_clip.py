@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 from mindspore import Tensor, mutable, nn, ops
 
-from cells import gradient_ops
+from cells import gradient_ops, unscale
+from cells import outputs as outputs_module
 from lossscale import ClipByGlobalNorm, ClipByNorm, ClipByValue, TrainOneStepWithLossScaleCell
 from tests.nets import GradientsAsGiven
 from tests.oracles import clip_in_numpy
@@ -169,3 +170,52 @@ def test_copies_clip_alike(backend, cell, clone):
     original = cell(0.5)
     for got, want in zip(clipped(clone(original), random_grads()), clipped(original, random_grads())):
         np.testing.assert_array_equal(got, want)
+
+
+class OverShards(ms.nn.Cell):
+    """The norms as they are taken where weights are spread over devices, here over one."""
+
+    def construct(self, grads):
+        return gradient_ops.norms_over_shards(grads)
+
+
+@pytest.mark.parametrize("size", [0.0, 1e-6, 1.0, 1e20, 1e29], ids=str)
+def test_norms_over_one_shard_equal_float64(mode, size):
+    grads = random_grads(size)
+    norms = OverShards()(mutable(tuple(Tensor(g) for g in grads)))
+    np.testing.assert_allclose(norms.asnumpy(), [norm_of([g]) for g in grads], rtol=1e-6)
+
+
+@pytest.mark.parametrize("cell", [ClipByGlobalNorm, ClipByNorm])
+def test_one_set_of_norms_serves_clip_and_report_over_shards(mode, monkeypatch, cell):
+    monkeypatch.setattr(unscale, "has_shards", lambda: True)
+    net = GradientsAsGiven([np.zeros(2, np.float32), np.zeros(1, np.float32)])
+    outputs = ("overflow", "grad_norm")
+    step = TrainOneStepWithLossScaleCell(
+        net, nn.SGD(list(net.w), 1.0), Tensor(8.0), clip_grad=cell(1.0), outputs=outputs
+    )
+    assert isinstance(step._stage_unscaling, unscale.ShardedUnscale)
+    grads = [np.float32([3.0, 4.0]), np.float32([12.0])]
+    overflow, norm = step(*[Tensor(g) for g in grads])
+    assert (bool(overflow), float(norm)) == (False, 13.0)
+    kind = "global_norm" if cell is ClipByGlobalNorm else "norm"
+    for weight, want in zip(net.w, clip_in_numpy(kind, 1.0, grads, 13.0)):
+        np.testing.assert_allclose(-weight.asnumpy(), want, rtol=1e-6)
+    kept = [weight.asnumpy() for weight in net.w]
+    overflow, _ = step(Tensor(np.float32([3.0, np.inf])), Tensor(np.float32([1.0])))
+    assert bool(overflow)
+    assert [weight.asnumpy().tolist() for weight in net.w] == [weight.tolist() for weight in kept]
+
+
+@pytest.mark.parametrize("options", [{"clip_grad": ClipByNorm(1.0)}, {"outputs": "grad_norm"}], ids=["clip", "norm"])
+def test_norms_of_sums_over_shards_are_refused(monkeypatch, options):
+    monkeypatch.setattr(outputs_module, "has_shards", lambda: True)
+    net = GradientsAsGiven([np.zeros(2, np.float32)])
+    with pytest.raises(ValueError, match="not for sums of them"):
+        TrainOneStepWithLossScaleCell(net, nn.SGD(list(net.w)), Tensor(8.0), accumulate_steps=2, **options)
+
+
+def test_a_pipeline_is_sent_to_mindspores_cell():
+    net = nn.PipelineCell(nn.Dense(2, 2), 2)
+    with pytest.raises(TypeError, match="build_train_network"):
+        TrainOneStepWithLossScaleCell(net, nn.SGD(net.trainable_params()), Tensor(8.0))
