@@ -8,7 +8,7 @@ STAMP := $(VENV)/.installed
 JOBS ?= 2
 
 .DEFAULT_GOAL := help
-.PHONY: help install train train-distributed test test-all test-devices test-oldest check format mutate bench bench-growth bench-quick docs docs-serve docs-install docs-pictures docs-notebook clean
+.PHONY: help install train train-distributed test test-all test-devices op-counts test-oldest check format mutate bench bench-growth bench-quick docs docs-serve docs-install docs-pictures docs-notebook clean
 
 help:  ## list the commands
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
@@ -38,6 +38,9 @@ test-all: install  ## run the slow tests too
 
 test-devices: install  ## compile everything for Ascend and GPU, on stand-ins for their libraries
 	$(RUN) -m pytest tests/devices
+
+op-counts: install  ## count the operators of a step for Ascend, into docs/performance.md
+	$(RUN) -m tests.devices.op_counts
 
 test-oldest:  ## run the tests on the oldest MindSpore that is supported
 	test -x .venv-oldest/bin/python || $(PYTHON) -m venv .venv-oldest

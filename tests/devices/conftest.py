@@ -1,16 +1,14 @@
 """Stand-ins, built once a test run, and cases compiled on them, each set in one process."""
 
 import fcntl
-import json
 import os
 import subprocess
 import sys
 from pathlib import Path
-from typing import NamedTuple
 
 import pytest
 
-from tests.devices import graphs, stand_ins
+from tests.devices import compiling, stand_ins
 
 ROOT = Path(__file__).parents[2]
 
@@ -45,22 +43,9 @@ def run_on(stand_in_folder, tmp_path):
     return run
 
 
-class Compiled(NamedTuple):
-    """What came of a case: the error's text, empty if none, and where the graph was dumped."""
-
-    error: str
-    dump: Path
-
-    @property
-    def graph(self) -> graphs.Graph:
-        """The graph of a case that compiled."""
-        assert not self.error, self.error
-        return graphs.read(self.dump)
-
-
 @pytest.fixture(scope="session")
 def compile_cases(stand_in_folder, tmp_path_factory):
-    """Return a function that compiles cases in one process and returns a `Compiled` for each. It remembers them."""
+    """Return a function that compiles cases, in one process, to a `compiling.Compiled` each, and remembers them."""
     done = {}
 
     def compile_all(names, device="Ascend", ranks=1, **options):
@@ -68,24 +53,11 @@ def compile_cases(stand_in_folder, tmp_path_factory):
         kept = done.setdefault(key, {})
         todo = [name for name in names if name not in kept]
         if todo:
-            kept.update(_compile(todo, device, ranks, options))
+            kept.update(
+                compiling.compile_in_process(
+                    stand_in_folder, tmp_path_factory.mktemp("graphs"), todo, device, ranks, options
+                )
+            )
         return {name: kept[name] for name in names}
-
-    def _compile(names, device, ranks, options):
-        folder = tmp_path_factory.mktemp("graphs")
-        command = [sys.executable, "-m", "tests.devices.cases", str(folder), *names, "--device", device]
-        for name, value in options.items():
-            command += [f"--{name.replace('_', '-')}", *([value] if value is not True else [])]
-        environment = {**stand_ins.environment(stand_in_folder, device, ranks), "GLOG_v": "4"}
-        environment["PYTHONPATH"] = os.pathsep.join([str(ROOT), environment.get("PYTHONPATH", "")])
-        run = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, check=False)
-        results = {}
-        for line in run.stdout.splitlines():
-            if line.startswith('{"case"'):
-                result = json.loads(line)
-                results[result["case"]] = Compiled(result["error"], Path(result["dump"]))
-        missing = [name for name in names if name not in results]
-        ended = f"the process ended with {run.returncode}: {run.stderr[-2000:]}"
-        return {**results, **{name: Compiled(ended, folder) for name in missing}}
 
     return compile_all
