@@ -86,14 +86,18 @@ class GradientAccumulator(nn.Cell):
         """Return whether a window is unfinished. Reads the device."""
         return bool(self.step.asnumpy() != 0)
 
+    def check_window(self, step: int, steps: int) -> None:
+        """Raise ValueError if this cell can't go on after `step` micro-steps of a window of `steps`."""
+        if step != 0 and (steps != self.accumulate_steps or step >= self.accumulate_steps):
+            raise ValueError(
+                f"The restored window has {step} of {steps} micro-steps in its sums, and "
+                f"accumulate_steps={self.accumulate_steps}: its mean would be wrong. Build the train cell with "
+                f"accumulate_steps={steps}, or restore a checkpoint that was saved at the end of a window."
+            )
+
     def check_restored(self) -> None:
         """Raise ValueError if a window that another `accumulate_steps` began was restored into this cell."""
-        saved = int(self.steps.asnumpy())
-        if self.in_window() and (saved != self.accumulate_steps or self.step.asnumpy() >= self.accumulate_steps):
-            raise ValueError(
-                f"The restored window has {int(self.step.asnumpy())} of {saved} micro-steps in its sums, and "
-                f"accumulate_steps={self.accumulate_steps}: its mean would be wrong. Build the train cell with "
-                f"accumulate_steps={saved}, or restore a checkpoint that was saved at the end of a window."
-            )
-        if saved != self.accumulate_steps:
+        steps = int(self.steps.asnumpy())
+        self.check_window(int(self.step.asnumpy()), steps)
+        if steps != self.accumulate_steps:
             ops.assign(self.steps, Tensor(self.accumulate_steps, mstype.int32))

@@ -8,8 +8,10 @@ from typing import Any, Optional, Union
 
 import mindspore
 import numpy as np
-from mindspore import Parameter, nn, ops
+from mindspore import Parameter, Tensor, nn, ops
+from mindspore import dtype as mstype
 
+from cells.accumulate import GradientAccumulator
 from cells.checks import check_positive_int
 from cells.ranks import gather, rank, world_size
 from lossscale.checkpoint_file import cut_off_at
@@ -138,10 +140,18 @@ def load_train_state(folder: Union[str, Path], train_cell: nn.Cell, step: Option
     if not path.is_file():
         raise FileNotFoundError(f"There is no checkpoint {path}; saved are the steps {_saved_steps(folder)}.")
     saved = _read(path)
+    windows = [cell for _, cell in train_cell.cells_and_names() if isinstance(cell, GradientAccumulator)]
+    for window in windows:
+        # Version 0.1.0 did not save how long its window was: its checkpoints are of this cell's.
+        saved.setdefault(window.steps.name, Parameter(Tensor(window.accumulate_steps, mstype.int32)))
     _check_fits(path, saved, step, {p.name: p for p in train_cell.get_parameters()})
+    for window in windows:
+        window.check_window(int(saved[window.step.name]), int(saved[window.steps.name]))
     # In place: after load_param_into_net a train cell that has stepped before may go on updating the old Parameters.
     for parameter in train_cell.get_parameters():
         ops.assign(parameter, saved[parameter.name])
+    for window in windows:
+        window.check_restored()
     return step
 
 

@@ -15,7 +15,13 @@ import pytest
 from mindspore import nn
 
 import lossscale.checkpoint
-from lossscale import DynamicLossScaleManager, build_train_network, load_train_state, save_train_state
+from lossscale import (
+    DynamicLossScaleManager,
+    TrainOneStepWithLossScaleCell,
+    build_train_network,
+    load_train_state,
+    save_train_state,
+)
 from tests.fixtures import train_cells
 from tests.nets import batch, mlp
 from tests.oracles import parameters, same_bits
@@ -288,6 +294,30 @@ def test_checkpoints_of_0_1_0_load_and_train_on(mode, kind):
         for name in expected:
             np.testing.assert_allclose(after[name], expected[name], rtol=2e-5, atol=1e-6, err_msg=name)
         assert float(after["scale_sense"]) == float(expected["scale_sense"]) > 0
+
+
+def accumulating(steps):
+    net = mlp()
+    optimizer = nn.Momentum(net.trainable_params(), learning_rate=0.1, momentum=0.9)
+    loss = nn.WithLossCell(net, nn.MSELoss())
+    return TrainOneStepWithLossScaleCell(loss, optimizer, ms.Tensor(2.0**10), accumulate_steps=steps)
+
+
+@pytest.mark.parametrize("stepped", [False, True])
+def test_another_window_is_refused_before_anything_is_loaded(mode, tmp_path, stepped):
+    saved, cell = accumulating(3), accumulating(2)
+    take(saved, 0, 4)
+    save_train_state(tmp_path, saved, 4)
+    take(cell, 0, 3 if stepped else 0)
+    before = parameters(cell)
+    with pytest.raises(ValueError, match="accumulate_steps=3"):
+        load_train_state(tmp_path, cell)
+    assert all_same(parameters(cell), before)
+    take(saved, 4, 6)
+    save_train_state(tmp_path, saved, 6)
+    load_train_state(tmp_path, cell)
+    take(cell, 6, 8)
+    assert int(cell.accumulator.step) == 0 and int(cell.accumulator.steps) == 2
 
 
 def test_a_full_disk_leaves_the_previous_checkpoint(tmp_path):
