@@ -4,7 +4,10 @@
 shared library ``cells/_native.*.so`` where there is a C++ compiler; `cells.backends` says whether it is used.
 """
 
+import ctypes
 import platform
+import struct
+import warnings
 from functools import cache
 from importlib.machinery import EXTENSION_SUFFIXES
 from pathlib import Path
@@ -14,16 +17,49 @@ from mindspore import Tensor, nn, ops
 from mindspore import dtype as mstype
 from mindspore.ops import signature as sig
 
+# Of the header of a 64-bit ELF file: where the table of its sections is, which comes last, and its entries.
+_ELF_HEADER = struct.Struct("=40xQ10xHH2x")
+
 
 @cache
 def library_path() -> Optional[str]:
-    """Return the path of the compiled kernel, or None where it was not built."""
+    """Return the path of the compiled kernel, or None where it was not built or, with one warning, can't be used."""
     if platform.system() != "Linux":
         return None
     # Beside this package and nowhere else: another installation's library may be of another version.
     folder = Path(__file__).parents[1]
     paths = [folder / f"_native{suffix}" for suffix in EXTENSION_SUFFIXES]
-    return next((str(path) for path in paths if path.is_file()), None)
+    path = next((path for path in paths if path.is_file()), None)
+    if path is None:
+        return None
+    reason = _why_unusable(path)
+    if reason is not None:
+        warnings.warn(
+            f"The native kernel {path} is not used: {reason}. Steps run by MindSpore's own ops, with the same results; "
+            "install lossscale again to have the kernel (pip install --force-reinstall --no-deps).",
+            RuntimeWarning,
+            stacklevel=3,
+        )
+        return None
+    return str(path)
+
+
+def _why_unusable(path: Path) -> Optional[str]:
+    """Return why MindSpore could not call the library, or None. To open one that is cut off would be a bus error."""
+    if ":" in str(path):
+        return "MindSpore can't open a library whose path has a colon in it"
+    with path.open("rb") as file:
+        head = file.read(_ELF_HEADER.size)
+    if len(head) < _ELF_HEADER.size or not head.startswith(b"\x7fELF"):
+        return "the file is no library"
+    table, entry_size, entries = _ELF_HEADER.unpack(head)
+    if path.stat().st_size < table + entry_size * entries:
+        return "the file is cut off"
+    try:
+        ctypes.CDLL(str(path))
+    except OSError as error:
+        return f"it can't be opened ({error})"
+    return None
 
 
 class NativeOp(ops.Custom):

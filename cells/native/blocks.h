@@ -5,6 +5,7 @@
 #include <algorithm>
 #include <cstddef>
 #include <cstdint>
+#include <cstdlib>
 #include <cstring>
 #include <thread>
 #include <vector>
@@ -47,15 +48,23 @@ constexpr int64_t kThreadValues = 1 << 21; // values that pay for one more threa
 constexpr int kMostThreads = 4;
 
 #if defined(__x86_64__) && !defined(LOSSSCALE_PORTABLE)
+// The best that this machine has, or less where the environment variable LOSSSCALE_ISA asks for it, as tests do.
 inline int Level() {
   static const int level = [] {
     __builtin_cpu_init();
     const bool fma = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma");
     const bool avx512 = __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512dq");
-    return fma ? (avx512 ? 2 : 1) : 0;
+    const int best = fma ? (avx512 ? 2 : 1) : 0;
+    const char *asked = std::getenv("LOSSSCALE_ISA");
+    if (asked != nullptr && std::strcmp(asked, "portable") == 0) {
+      return 0;
+    }
+    return asked != nullptr && std::strcmp(asked, "avx2") == 0 ? std::min(best, 1) : best;
   }();
   return level;
 }
+#else
+inline int Level() { return 0; }
 #endif
 
 template <typename To, typename From>
