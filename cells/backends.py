@@ -37,7 +37,9 @@ def backend() -> str:
     device = context.get_context("device_target")
     available = device == "CPU" and library_path() is not None
     if forced == "native" and not available:
-        reason = f"it runs on CPU, and the device is {device}" if device != "CPU" else "it was not built, or can't be opened"
+        reason = (
+            f"it runs on CPU, and the device is {device}" if device != "CPU" else "it was not built, or can't be opened"
+        )
         raise RuntimeError(
             f"{_VARIABLE}=native asks for the native kernel, but {reason}. Unset the variable, or install lossscale "
             "again on a machine with a C++ compiler (pip install --force-reinstall --no-deps)."
