@@ -49,14 +49,18 @@ class GradientAccumulator(nn.Cell):
     Args:
         weights: the trained Parameters.
         accumulate_steps: micro-steps that make a window, an int > 0.
+        tokens: whether denominators of the loss are added up too, in ``accu_tokens``.
     """
 
-    def __init__(self, weights: Sequence, accumulate_steps: int):
+    def __init__(self, weights: Sequence, accumulate_steps: int, tokens: bool = False):
         super().__init__(auto_prefix=False)
         self.accumulate_steps = check_positive_int("accumulate_steps", accumulate_steps, type(self).__name__)
         self.totals = state_of(weights, "accu_grads", zeros=True)
         self.step = Parameter(Tensor(0, mstype.int32), name="accu_step", requires_grad=False)
         self.steps = Parameter(Tensor(accumulate_steps, mstype.int32), name="accu_steps", requires_grad=False)
+        self.counts_tokens = tokens
+        if tokens:
+            self.tokens = Parameter(Tensor(0.0, mstype.float32), name="accu_tokens", requires_grad=False)
         # In a list, so that MindSpore does not save it in checkpoints. Names are unique because two train cells may
         # be compiled into one graph.
         names = [f"accu_{what}.{next(_numbers)}" for what in ("updates", "overflow")]
@@ -78,8 +82,14 @@ class GradientAccumulator(nn.Cell):
         decided = ops.assign(self.decision[0], updates)
         return ops.depend(overflow, (decided, ops.assign(self.decision[1], overflow)))
 
+    def add_tokens(self, tokens: Tensor) -> Tensor:
+        """Add the denominator of a micro-step's loss."""
+        return ops.assign_add(self.tokens, tokens)
+
     def clear(self) -> tuple:
         """Set the sums to zero. By assignment, since inf * 0 is nan for ever."""
+        if self.counts_tokens:
+            _clear_tensor(self.tokens)
         return _map(_clear, self.totals)
 
     def in_window(self) -> bool:

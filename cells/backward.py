@@ -1,10 +1,9 @@
 """How does the backward pass start? The seed scale * 1 for the loss, zeros for whatever else the network returns."""
 
-import inspect
 import warnings
 from typing import Any
 
-from mindspore import Tensor, nn, ops
+from mindspore import Tensor, ops
 from mindspore import dtype as mstype
 
 _warned: set = set()
@@ -27,6 +26,22 @@ def loss_of(output: Any) -> Tensor:
             'with the key "loss".'
         )
     return loss
+
+
+def denominator_of(output: Any) -> Tensor:
+    """Return what the loss is divided by, the second of what the network returns, as a float32 scalar.
+
+    Raises:
+        TypeError, ValueError: if that is no Tensor of one number.
+    """
+    if not isinstance(output, (tuple, list)) or len(output) < 2 or not isinstance(output[1], Tensor):
+        raise TypeError(
+            "With calculate_per_token_loss the network of a train cell must return the sum of its losses and what to "
+            "divide it by, two Tensors: numerator, denominator, others..."
+        )
+    if output[1].size != 1:
+        raise ValueError("With calculate_per_token_loss the denominator must be one number, such as mask.sum().")
+    return ops.stop_gradient(output[1].astype(mstype.float32).reshape(()))
 
 
 def extras_of(output: Any) -> tuple:
@@ -79,25 +94,3 @@ def warn_of_low_precision(loss_dtype: Any) -> None:
             "before the loss function.",
             stacklevel=2,
         )
-
-
-def scale_of_call(scale: Tensor) -> Tensor:
-    """Return a scale given as the last input of a call as float32 in its shape."""
-    if not isinstance(scale, Tensor) or (scale.shape != () and scale.shape != (1,)):
-        raise ValueError(
-            "The last input of this train cell is its loss scale and must be a Tensor of shape () or (1,), "
-            "for example Tensor([1024.0])."
-        )
-    return scale.astype(mstype.float32)
-
-
-def fixed_input_count(network: nn.Cell) -> int:
-    """Return how many inputs `network` takes, or -2 where that is not fixed."""
-    parameters = list(inspect.signature(network.construct).parameters.values())
-    takes_any = any(parameter.kind == parameter.VAR_POSITIONAL for parameter in parameters)
-    wrapped = getattr(network, "_backbone", None)
-    if takes_any and isinstance(wrapped, nn.Cell):  # MindSpore's casting wrappers pass everything on
-        return fixed_input_count(wrapped)
-    plain = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
-    is_fixed = all(p.kind in plain and p.default is p.empty for p in parameters)
-    return len(parameters) if is_fixed else -2

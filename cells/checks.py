@@ -86,10 +86,12 @@ def scale_tensor(name: str, value: Any, owner: str) -> Tensor:
 
 def warn_of_divisor(optimizer: Any, owner: str) -> None:
     """Warn if an optimizer divides gradients that the train step has divided already."""
-    divisor = getattr(optimizer, "loss_scale", 1.0)
-    if isinstance(divisor, numbers.Real) and divisor != 1:
-        warnings.warn(
-            f"The optimizer was built with loss_scale={divisor:g}, and '{owner}' unscales the gradients itself: they "
-            "are divided twice. Build the optimizer without loss_scale, unless this cell leaves the division to it.",
-            stacklevel=3,
-        )
+    for one in optimizer if isinstance(optimizer, (tuple, list)) else (optimizer,):
+        divisor = getattr(one, "loss_scale", 1.0)
+        if isinstance(divisor, numbers.Real) and divisor != 1:
+            warnings.warn(
+                f"The optimizer was built with loss_scale={divisor:g}, and '{owner}' unscales the gradients itself: "
+                "they are divided twice. Build the optimizer without loss_scale, unless this cell leaves the division "
+                "to it.",
+                stacklevel=3,
+            )

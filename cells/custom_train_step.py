@@ -8,6 +8,8 @@ from mindspore import dtype as mstype
 from cells.backward import extras_of, gradient_seed, loss_of
 from cells.checks import SMALLEST_NORMAL_FLOAT32, check_positive_number, warn_of_divisor
 from cells.gradient_ops import cast_like, cast_up, multiply
+from cells.inputs import placed_inputs
+from cells.optimizers import as_one
 from cells.outputs import check_cells
 
 
@@ -28,11 +30,12 @@ class CustomTrainOneStepCell(nn.TrainOneStepCell):
 
     Args:
         network: the network with its loss inside; it returns the loss, alone or first of a tuple or list, or in a dict.
-        optimizer: updates the parameters of the network; its own `loss_scale` must be 1.
+        optimizer: updates the parameters of the network; its own `loss_scale` must be 1. A tuple of optimizers that
+            share no parameter updates with all.
         sens: the loss scale, a finite number > 0 (from 2**-126 to 2**126, so that its reciprocal is normal).
 
     Inputs:
-        - **\\*inputs** (Tensor) - the inputs of the network.
+        - **\\*inputs** (Tensor) - the inputs of the network, by place or by name.
 
     Outputs:
         The unscaled loss, shape (); a tuple of it and what the network returns beside it, if that is anything.
@@ -63,13 +66,18 @@ class CustomTrainOneStepCell(nn.TrainOneStepCell):
             raise ValueError(f"For '{owner}', 'sens' must be between 2**-126 and 2**126, but got {sens}.")
         check_cells(network, optimizer, owner)
         warn_of_divisor(optimizer, owner)
-        super().__init__(network, optimizer, number)
+        super().__init__(network, as_one(optimizer), number)
         self.hyper_map = ops.HyperMap()
         self.reciprocal_sense = Tensor(1 / number, mstype.float32)
 
     def scale_grad(self, gradients: Any) -> Any:
         """Return the gradients divided by `sens`, in their own dtypes. A subclass may override it."""
         return cast_like(gradients, multiply(self.reciprocal_sense, cast_up(gradients)))
+
+    def __call__(self, *inputs: Any, **named_inputs: Any) -> Any:
+        if named_inputs:
+            inputs = placed_inputs(self.network, inputs, named_inputs, type(self).__name__)
+        return super().__call__(*inputs)
 
     def construct(self, *inputs):
         output = self.network(*inputs)

@@ -10,10 +10,11 @@ from cells.checks import check_bool, check_positive_int, scale_tensor
 from cells.clip import ClipByNormBase
 from cells.ema import EMA
 from cells.gradient_ops import may_have_sparse_gradients
+from cells.optimizers import check_disjoint, learning_rates
 from cells.ranks import has_shards
 from cells.scale_update import LossScaleUpdateCell
 
-OUTPUTS = ("loss", "overflow", "loss_scale", "grad_norm", "learning_rate", "updated")
+OUTPUTS = ("loss", "overflow", "loss_scale", "grad_norm", "learning_rate", "updated", "grad_norms")
 _LARGEST_INT32 = 2**31 - 1
 
 
@@ -30,6 +31,12 @@ class StepOptions:
     outputs: tuple  # names from OUTPUTS
     bare_output: bool  # whether one value is returned without a tuple
     sparse: bool  # whether gradients may be RowTensors
+    calculate_per_token_loss: bool  # whether the network returns its loss as numerator and denominator
+
+    @property
+    def norms(self) -> bool:
+        """Whether norms are reported."""
+        return "grad_norm" in self.outputs or "grad_norms" in self.outputs
 
 
 def checked_options(
@@ -42,6 +49,7 @@ def checked_options(
     ema: Any,
     drop_overflow_update: Any,
     outputs: Any,
+    calculate_per_token_loss: Any,
 ) -> StepOptions:
     """Return the arguments of a train step, or raise TypeError or ValueError. Nothing is built or changed."""
     check_cells(network, optimizer, owner)
@@ -55,6 +63,7 @@ def checked_options(
         _checked_outputs(outputs, optimizer, owner),
         isinstance(outputs, str),
         may_have_sparse_gradients(network),
+        check_bool("calculate_per_token_loss", calculate_per_token_loss, owner),
     )
     if options.accumulate_steps > _LARGEST_INT32:
         raise ValueError(f"For '{owner}', 'accumulate_steps' must be < 2**31, but got {accumulate_steps}.")
@@ -72,12 +81,12 @@ def checked_options(
             f"For '{owner}', accumulate_steps={accumulate_steps} needs 'scale_sense': the scale is constant inside a "
             "window, so calls can't bring their own."
         )
-    if options.sparse and (options.accumulate_steps > 1 or clip_grad is not None or "grad_norm" in options.outputs):
+    if options.sparse and (options.accumulate_steps > 1 or clip_grad is not None or options.norms):
         raise ValueError(
             f"For '{owner}', the network has sparse gradients, which can be neither accumulated, clipped nor measured. "
             "Build its embeddings with sparse=False."
         )
-    takes_norm = "grad_norm" in options.outputs or isinstance(clip_grad, ClipByNormBase)
+    takes_norm = options.norms or isinstance(clip_grad, ClipByNormBase)
     if has_shards() and options.accumulate_steps > 1 and takes_norm:
         raise ValueError(
             f"For '{owner}', the weights may be spread over devices, and MindSpore adds up the squares of their parts "
@@ -88,7 +97,7 @@ def checked_options(
 
 
 def check_cells(network: Any, optimizer: Any, owner: str) -> None:
-    """Raise TypeError unless `network` is a Cell and `optimizer` one with the `parameters` that it trains."""
+    """Raise TypeError unless `network` is a Cell and `optimizer` one, or several, with the `parameters` they train."""
     if not isinstance(network, nn.Cell):
         raise TypeError(
             f"For '{owner}', 'network' must be a Cell that returns a loss, but got {network!r}; write "
@@ -99,11 +108,15 @@ def check_cells(network: Any, optimizer: Any, owner: str) -> None:
             f"For '{owner}', 'network' must not be a PipelineCell: its micro-batches need a train cell of MindSpore's. "
             "Write build_train_network(network, optimizer, loss_scale_manager=manager) or Model(...), which choose it."
         )
-    if not isinstance(optimizer, nn.Cell) or not hasattr(optimizer, "parameters"):
-        raise TypeError(
-            f"For '{owner}', 'optimizer' must be an optimizer of MindSpore, but got {optimizer!r}; write "
-            "nn.Momentum(net.trainable_params(), learning_rate=0.1, momentum=0.9)."
-        )
+    several = isinstance(optimizer, (tuple, list))
+    for one in optimizer if several else (optimizer,):
+        if not isinstance(one, nn.Cell) or not hasattr(one, "parameters"):
+            raise TypeError(
+                f"For '{owner}', 'optimizer' must be an optimizer of MindSpore, or a tuple of them, but got {one!r}; "
+                "write nn.Momentum(net.trainable_params(), learning_rate=0.1, momentum=0.9)."
+            )
+    if several:
+        check_disjoint(tuple(optimizer), owner)
 
 
 def _checked_scale_sense(scale_sense: Any, owner: str) -> Any:
@@ -122,16 +135,16 @@ def _checked_scale_sense(scale_sense: Any, owner: str) -> Any:
     return scale_sense
 
 
-def _checked_outputs(outputs: Any, optimizer: nn.Cell, owner: str) -> tuple:
+def _checked_outputs(outputs: Any, optimizer: Any, owner: str) -> tuple:
     if not isinstance(outputs, (str, tuple, list)):
         raise TypeError(f"For '{owner}', 'outputs' must be a name or a tuple of names, but got {outputs!r}.")
     names = (outputs,) if isinstance(outputs, str) else tuple(outputs)
     known = all(isinstance(name, str) and name in OUTPUTS for name in names)
     if not known or not names or len(set(names)) < len(names):
         raise ValueError(f"For '{owner}', 'outputs' must be different names from {OUTPUTS}, but got {outputs!r}.")
-    if "learning_rate" in names and (not hasattr(optimizer, "get_lr") or getattr(optimizer, "is_group_lr", False)):
+    if "learning_rate" in names and learning_rates(optimizer) is None:
         raise ValueError(
-            f"For '{owner}', 'learning_rate' in 'outputs' needs an optimizer with one learning rate and get_lr(), but "
-            f"got {type(optimizer).__name__}, which has none or several."
+            f"For '{owner}', 'learning_rate' in 'outputs' needs an optimizer with get_lr() or `lrs`, but got "
+            f"{type(optimizer).__name__}, which has neither."
         )
     return names

@@ -8,11 +8,14 @@ from mindspore import dtype as mstype
 
 from cells.accumulate import GradientAccumulator
 from cells.backends import gradient_arithmetic
-from cells.backward import extras_of, fixed_input_count, gradient_seed, loss_of, scale_of_call
+from cells.backward import denominator_of, extras_of, gradient_seed, loss_of
 from cells.checks import scale_tensor, warn_of_divisor
 from cells.clip import ClipByGlobalNorm
 from cells.ema import EMA
 from cells.gradient_ops import as_scalar, cast_like, cast_up, global_norm, on_cpu, overflow_of, usable_scale
+from cells.inputs import fixed_input_count, placed_inputs, scale_of_call
+from cells.norm_record import NormRecord
+from cells.optimizers import as_one, learning_rates
 from cells.outputs import OUTPUTS, StepOptions, checked_options
 from cells.overflow_record import OverflowRecord
 from cells.ranks import check_ranks_agree, check_world
@@ -20,11 +23,10 @@ from cells.scale_update import LossScaleUpdateCell
 from cells.storage import ParameterStorage
 from cells.unscale import Unscale, unscaling
 
-# Methods of 0.1.0 that a subclass may have overridden: how many arguments they took, and what to write now.
-
 # Bound here: patch_mindspore() puts ours under MindSpore's name, and a look-up at the call would find that.
 _StockCell = nn.TrainOneStepWithLossScaleCell
 
+# Methods of 0.1.0 that a subclass may have overridden: how many arguments they took, and what to write now.
 _RENAMED = {
     "reduce": (1, "reduce_gradients(self, grads)"),
     "skips": (2, "skips_update(self, overflow, norm)"),
@@ -70,7 +72,7 @@ class TrainOneStepWithLossScaleCell(nn.TrainOneStepWithLossScaleCell):
         network: the network with its loss inside; it returns a scalar loss, alone or as the first of a tuple or list,
             or a dict with the key "loss".
         optimizer: updates the parameters of the network; its own `loss_scale` must be 1, unless a subclass
-            leaves the unscaling to it.
+            leaves the unscaling to it. A tuple of optimizers that share no parameter: all of them step, or none.
         scale_sense: an update cell (`DynamicLossScaleUpdateCell`, `FixedLossScaleUpdateCell` or one's own), or
             a Tensor of shape () or (1,) that `set_sense_scale` can change. It is kept as the float32 Parameter
             `scale_sense`, the one source of truth. None: the last input of each call is its scale.
@@ -83,22 +85,28 @@ class TrainOneStepWithLossScaleCell(nn.TrainOneStepWithLossScaleCell):
         ema: an `EMA` cell, called after each update. Default: None.
         drop_overflow_update: whether a step that overflowed is skipped. Default: True.
         outputs: what a step returns, names from "loss", "overflow", "loss_scale", "grad_norm" (of the true
-            gradients, before clipping), "learning_rate" and "updated", in the order given; one name (a str)
-            gives the bare value. Default: ("loss", "overflow", "loss_scale").
+            gradients, before clipping), "grad_norms", "learning_rate" and "updated", in the order given; one name (a
+            str) gives the bare value. Default: ("loss", "overflow", "loss_scale").
+        calculate_per_token_loss: whether the network returns its loss as a sum over tokens and the number to divide
+            it by (a Tensor of one number, such as the sum of a mask): (numerator, denominator, others...). Gradients
+            and denominators are summed over the window and the devices, and divided once. Default: False.
 
     Inputs:
-        - **\\*inputs** (Tensor) - the inputs of the network. Without `scale_sense` one more follows, the scale
-          of this call, shape () or (1,). With an update cell the same extra input is accepted where the network
-          takes a fixed number of inputs; it replaces the scale for that call only.
+        - **\\*inputs** (Tensor) - the inputs of the network, by place or by name. Without `scale_sense` one more
+          follows, the scale of this call, shape () or (1,), by name `scale_sense`. With an update cell the same extra
+          input is accepted where the network takes a fixed number of inputs; it replaces the scale for that call only.
 
     Outputs:
         Tuple of the values named by `outputs`, then whatever the network returns beside the loss:
 
-        - **loss** - the unscaled loss, shape ().
+        - **loss** - the unscaled loss, shape (); with `calculate_per_token_loss` numerator / denominator of this call.
         - **overflow** - bool, shape (). On a micro-step that ends no window: False.
         - **loss_scale** - float32, the scale after this step's update, a value of its own.
         - **grad_norm** - float32, shape (). On a micro-step that ends no window: 0.
-        - **learning_rate** - what the optimizer's `get_lr` gives for this update.
+        - **grad_norms** - float32, shape (n,): the norm of each true gradient, in the order of the cell's `weights`.
+          On a micro-step that ends no window: 0.
+        - **learning_rate** - that of this update; a tuple where the optimizer's groups have several, or where there are
+          several optimizers.
         - **updated** - bool, shape (): whether the optimizer ran.
 
     Raises:
@@ -135,13 +143,24 @@ class TrainOneStepWithLossScaleCell(nn.TrainOneStepWithLossScaleCell):
         ema: Optional[EMA] = None,
         drop_overflow_update: bool = True,
         outputs: Union[str, tuple] = OUTPUTS[:3],
+        calculate_per_token_loss: bool = False,
     ):
         owner = type(self).__name__
         options = checked_options(
-            owner, network, optimizer, scale_sense, accumulate_steps, clip_grad, ema, drop_overflow_update, outputs
+            owner,
+            network,
+            optimizer,
+            scale_sense,
+            accumulate_steps,
+            clip_grad,
+            ema,
+            drop_overflow_update,
+            outputs,
+            calculate_per_token_loss,
         )
         check_world(owner)
         warn_of_divisor(optimizer, owner)
+        optimizer = as_one(optimizer)
         super().__init__(network, optimizer, options.scale_sense)
         self.scale_sense.requires_grad = False
         self.cpu_target = on_cpu()
@@ -149,7 +168,7 @@ class TrainOneStepWithLossScaleCell(nn.TrainOneStepWithLossScaleCell):
         # A subclass may replace any method, so only this very class may go around them.
         own = type(self) is TrainOneStepWithLossScaleCell
         steps = options.accumulate_steps
-        norm = "grad_norm" in options.outputs or getattr(clip_grad, "skip_above", None) is not None
+        norm = options.norms or getattr(clip_grad, "skip_above", None) is not None
         norm = norm or not (own or options.sparse)
         # What the stages read has names that no subclass sets by accident.
         self._stage_options = options
@@ -160,13 +179,20 @@ class TrainOneStepWithLossScaleCell(nn.TrainOneStepWithLossScaleCell):
         self._stage_drops_overflow = options.drop_overflow_update
         self._stage_skip_above = getattr(clip_grad, "skip_above", None)
         self._stage_sparse = options.sparse
-        self._stage_accumulator: Any = GradientAccumulator(self.weights, steps) if steps > 1 else None
+        self._stage_per_token = options.calculate_per_token_loss
+        self._stage_mean_over = 1 if self._stage_per_token else steps
+        # A divisor must stay below 2**126, see `usable_scale`; of tokens there may be 2**30.
+        self._stage_most_summed = steps * 2**30 if self._stage_per_token else steps
+        self._stage_world = self.degree if self.reducer_flag and self.mean else 1
+        window = GradientAccumulator(self.weights, steps, self._stage_per_token) if steps > 1 else None
+        self._stage_accumulator: Any = window
         self._stage_unscaling, self._stage_clip = unscaling(
             self.weights, clip_grad, options.sparse, norm, own, steps > 1
         )
         self._stage_record = OverflowRecord(self.weights, options.sparse)
+        self._stage_norms = NormRecord(len(self.weights)) if "grad_norms" in options.outputs else None
         self._stage_average = ema
-        self._stage_rate = "learning_rate" in options.outputs
+        self._stage_rates = learning_rates(optimizer) if "learning_rate" in options.outputs else None
         self._stage_outputs = tuple(OUTPUTS.index(name) for name in options.outputs)
         self._stage_bare_output = options.bare_output
         # MindSpore's own check says whether there was an overflow, not where.
@@ -180,7 +206,6 @@ class TrainOneStepWithLossScaleCell(nn.TrainOneStepWithLossScaleCell):
         self._stage_ranks_checked = not self.reducer_flag
         # Last, so that a constructor that failed leaves both free for the next one.
         if isinstance(options.scale_sense, LossScaleUpdateCell):
-            window = self._stage_accumulator
             options.scale_sense.bind(self.scale_sense, None if window is None else window.step)
         if ema is not None:
             ema.join(self.weights)
@@ -212,7 +237,9 @@ class TrainOneStepWithLossScaleCell(nn.TrainOneStepWithLossScaleCell):
             check_ranks_agree(self)
             self._stage_ranks_checked = True
         self._check_storage()
-        return super().__call__(*inputs, **named_inputs)
+        if named_inputs:
+            inputs = placed_inputs(self.network, inputs, named_inputs, type(self).__name__)
+        return super().__call__(*inputs)
 
     def _check_storage(self) -> None:
         """See to values that were loaded since the last call; see `cells.storage`."""
@@ -232,20 +259,25 @@ class TrainOneStepWithLossScaleCell(nn.TrainOneStepWithLossScaleCell):
             inputs = inputs[:-1]
         output = self.network(*inputs)
         # The loss comes before the gradients: its last ops would else become one more graph, behind the branch.
-        used = usable_scale(ops.depend(as_scalar(scale), loss_of(output)), self._stage_steps)
+        used = usable_scale(ops.depend(as_scalar(scale), loss_of(output)), self._stage_most_summed)
         grads = self.scaled_gradients(inputs, output, used)
+        divisor = used * self._stage_mean_over if self._stage_mean_over > 1 else used
+        if self._stage_per_token and self._stage_steps == 1:
+            divisor = used * self._tokens_of_all(denominator_of(output))
+        if self._stage_per_token and self._stage_steps > 1:
+            self._stage_accumulator.add_tokens(denominator_of(output))
         if self._stage_steps > 1:
             if brings_scale:
                 raise ValueError("The scale is constant inside a window: a call can't bring one with accumulate_steps.")
-            report = self.update_after_window(grads, used * self._stage_steps, scale)
+            report = self.update_after_window(grads, divisor, scale)
         elif self._stage_fusion == "scale":
-            report = self.update_fused(self.reduce_gradients(grads), used, scale, brings_scale)
+            report = self.update_fused(self.reduce_gradients(grads), divisor, scale, brings_scale)
         elif self._stage_fusion == "factor":
-            report = self.update_by_factor(self.reduce_gradients(grads), used, scale, brings_scale)
+            report = self.update_by_factor(self.reduce_gradients(grads), divisor, scale, brings_scale)
             if self._stage_average is not None and report[4]:
                 self._stage_average()
         else:
-            report = self.update_at_once(grads, used, scale, brings_scale)
+            report = self.update_at_once(grads, divisor, scale, brings_scale)
         return self.select_outputs(output, report)
 
     def scaled_gradients(self, inputs: tuple, output: Any, scale: Tensor) -> tuple:
@@ -270,6 +302,8 @@ class TrainOneStepWithLossScaleCell(nn.TrainOneStepWithLossScaleCell):
         The conditionals stand side by side, and only Parameters pass from one to the next: see `GradientAccumulator`.
         """
         window = self._stage_accumulator
+        if self._stage_norms is not None:
+            self._stage_norms.clear()
         totals, boundary = window(scaled)
         overflow = updated = Tensor(False, mstype.bool_)
         norm = Tensor(0.0, mstype.float32)
@@ -287,6 +321,8 @@ class TrainOneStepWithLossScaleCell(nn.TrainOneStepWithLossScaleCell):
 
     def _decide_window(self, totals: tuple, divisor: Tensor, scale: Tensor) -> tuple:
         window = self._stage_accumulator
+        if self._stage_per_token:
+            divisor = divisor * self._tokens_of_all(window.tokens * 1.0)
         if self._stage_fusion == "factor":
             # By place: an output that is unpacked and not used makes the compiler warn of a lost side effect.
             report = self.update_by_factor(totals, divisor, scale, False)
@@ -301,6 +337,13 @@ class TrainOneStepWithLossScaleCell(nn.TrainOneStepWithLossScaleCell):
             return self.apply_update(self._clipped(cast_like(self.weights, totals)))
         done = Tensor(True, mstype.bool_)
         return done if self._stage_average is None else ops.depend(done, self._stage_average())
+
+    def _tokens_of_all(self, tokens: Tensor) -> Tensor:
+        """Return what summed gradients of numerators are divided by: the denominators of all devices, 1 for none."""
+        if self.reducer_flag:
+            # Where the reducer takes the mean over the devices, it has divided by their number already.
+            tokens = self.allreduce(tokens) / self._stage_world
+        return ops.select(tokens > 0, tokens, ops.ones_like(tokens))
 
     @jit(backend="ms_backend")  # in PYNATIVE_MODE one compiled call, as MindSpore's own optimizers are
     def update_fused(self, grads: tuple, divisor: Tensor, scale: Tensor, brings_scale: bool) -> tuple:
@@ -320,7 +363,9 @@ class TrainOneStepWithLossScaleCell(nn.TrainOneStepWithLossScaleCell):
         overflow = flags.any()
         overflow = ops.depend(overflow, self._stage_record(overflow, flags))
         factor = ops.reciprocal(divisor.astype(mstype.float64))
-        norm = global_norm(norms) if self._stage_arithmetic.norms else Tensor(0.0, mstype.float32)
+        norm = self._norm_of_all(norms)
+        if self._stage_norms is not None:
+            norm = ops.depend(norm, self._stage_norms(norms))
         if self._stage_clip is not None:
             factor = factor * self._stage_clip.shrink(norm)
         skip, scale = self._move_scale(overflow, scale, brings_scale)
@@ -340,11 +385,17 @@ class TrainOneStepWithLossScaleCell(nn.TrainOneStepWithLossScaleCell):
             The gradients as the clip will get them; a bool scalar, whether any of their values is inf or nan (on
             Ascend and GPU, whatever MindSpore's check says); and their global norm, 0 where nobody asked for it.
         """
-        grads, status, flags, norm = self._stage_unscaling(scaled, divisor)
+        grads, status, flags, norms = self._stage_unscaling(scaled, divisor)
         overflow = as_scalar(self.get_overflow_status(status, grads))
         if not self._stage_looks_again:
             overflow = ops.depend(overflow, self._stage_record(overflow, flags))
-        return grads, overflow, norm
+        if self._stage_norms is not None:
+            overflow = ops.depend(overflow, self._stage_norms(norms))
+        return grads, overflow, self._norm_of_all(norms)
+
+    def _norm_of_all(self, norms: Any) -> Tensor:
+        """Return the global norm, 0 where nobody asked for norms."""
+        return Tensor(0.0, mstype.float32) if isinstance(norms, tuple) else global_norm(norms)
 
     def get_overflow_status(self, status: Any, compute_output: Any) -> Tensor:
         """Return whether `compute_output`, a tuple of gradients, overflowed on any device.
@@ -369,10 +420,12 @@ class TrainOneStepWithLossScaleCell(nn.TrainOneStepWithLossScaleCell):
         skip = self.process_loss_scale(overflow)
         return skip, self.scale_sense * 1.0
 
-    def _rate_of_update(self) -> Tensor:
-        if self._stage_rate:
-            return self.optimizer.get_lr() * 1.0
-        return Tensor(0.0, mstype.float32)
+    def _rate_of_update(self) -> Any:
+        """Return the learning rate of this update, a tuple where the optimizer has several."""
+        if self._stage_rates is None:
+            return Tensor(0.0, mstype.float32)
+        rates = self._stage_rates()
+        return rates[0] if len(rates) == 1 else rates
 
     def _clipped(self, grads: tuple) -> tuple:
         return grads if self._stage_clip is None else self._stage_clip(grads)
@@ -391,11 +444,17 @@ class TrainOneStepWithLossScaleCell(nn.TrainOneStepWithLossScaleCell):
 
     def select_outputs(self, output: Any, report: tuple) -> Any:
         """Return what `outputs` names, and after it what the network returns beside the loss."""
-        values = (loss_of(output), *report)
+        loss, extras = loss_of(output), extras_of(output)
+        if self._stage_per_token:
+            tokens = denominator_of(output)
+            loss, extras = loss / ops.select(tokens > 0, tokens, ops.ones_like(tokens)).astype(loss.dtype), extras[1:]
+        values: tuple = (loss, *report)
+        if self._stage_norms is not None:
+            values = (*values, self._stage_norms.values((report[0], report[4])))
         selected: tuple = ()
         for place in self._stage_outputs:
             selected = (*selected, values[place])
-        selected = selected + extras_of(output)
+        selected = selected + extras
         if self._stage_bare_output and len(selected) == 1:
             return selected[0]
         return selected

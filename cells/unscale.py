@@ -1,11 +1,11 @@
 """How are gradients unscaled? The stage of a train step, one cell for each variant, and `unscaling`, which chooses.
 
-Each maps (scaled gradients, divisor) to (gradients, status, flags, norm)::
+Each maps (scaled gradients, divisor) to (gradients, status, flags, norms)::
 
     gradients   in the dtypes of the parameters, as a clip gets them; ClippedUnscale has clipped them already
     status      bool: whether the gradients, unclipped, hold inf or nan; int32[8], as MindSpore's: nobody has looked
     flags       bool, shape (n,): which of them do; () where nobody has looked
-    norm        the global norm of the unclipped gradients, 0 where it is not asked for
+    norms       shape (n,): those of the unclipped gradients; () where they are not asked for
 """
 
 from collections.abc import Sequence
@@ -16,7 +16,7 @@ from mindspore import dtype as mstype
 
 from cells.backends import gradient_arithmetic
 from cells.clip import ClipByGlobalNorm, ClipByNorm, ClipByNormBase
-from cells.gradient_ops import cast_like, cast_up, global_norm, norms_of, on_cpu, unscale
+from cells.gradient_ops import cast_like, cast_up, norms_of, on_cpu, unscale
 from cells.ranks import has_shards
 
 _NARROW = (mstype.float16, mstype.bfloat16)
@@ -29,7 +29,7 @@ def unscaling(weights: Sequence, clip_grad: Any, sparse: bool, norm: bool, folds
         weights: the trained Parameters.
         clip_grad: the clip that was asked for, or None.
         sparse: whether gradients may be RowTensors.
-        norm: whether the step needs the global norm.
+        norm: whether the step needs norms.
         folds: whether a clip by norm may be one multiply with the unscaling, which saves a pass over the gradients.
         in_branch: whether the stage runs inside an `if`.
     """
@@ -57,8 +57,7 @@ class Unscale(nn.Cell):
 
     def construct(self, scaled, divisor):
         grads = cast_like(self.weights, unscale(cast_up(scaled), divisor))
-        norm = global_norm(norms_of(grads)) if self.norm else Tensor(0.0, mstype.float32)
-        return grads, Tensor([0] * 8, mstype.int32), (), norm
+        return grads, Tensor([0] * 8, mstype.int32), (), norms_of(grads) if self.norm else ()
 
 
 class ShardedUnscale(Unscale):
@@ -72,7 +71,7 @@ class ShardedUnscale(Unscale):
         grads = unscale(cast_up(scaled), divisor)
         norms = norms_of(grads)
         clipped = self.clip_grad.arithmetic.multiply(self.clip_grad.factor(norms), grads)
-        return cast_like(self.weights, clipped), Tensor([0] * 8, mstype.int32), (), global_norm(norms)
+        return cast_like(self.weights, clipped), Tensor([0] * 8, mstype.int32), (), norms
 
 
 class LookingUnscale(nn.Cell):
@@ -84,8 +83,7 @@ class LookingUnscale(nn.Cell):
 
     def construct(self, scaled, divisor):
         grads, flags, norms = self.arithmetic.divide_and_look(divisor, scaled)
-        norm = global_norm(norms) if self.arithmetic.norms else Tensor(0.0, mstype.float32)
-        return grads, flags.any(), flags, norm
+        return grads, flags.any(), flags, norms
 
 
 class NarrowUnscale(nn.Cell):
@@ -100,8 +98,7 @@ class NarrowUnscale(nn.Cell):
         quotients, _, _ = self.arithmetic.divide_and_look(divisor, scaled)
         grads = cast_like(self.weights, quotients)
         flags, norms = self.arithmetic.look(Tensor(1.0, mstype.float32), grads)
-        norm = global_norm(norms) if self.arithmetic.norms else Tensor(0.0, mstype.float32)
-        return grads, flags.any(), flags, norm
+        return grads, flags.any(), flags, norms
 
 
 class ClippedUnscale(nn.Cell):
@@ -115,4 +112,4 @@ class ClippedUnscale(nn.Cell):
     def construct(self, scaled, divisor):
         flags, norms = self.arithmetic.look(divisor, scaled)
         factor = self.clip_grad.factor(norms) / divisor.astype(norms.dtype)
-        return self.arithmetic.multiply(factor, scaled), flags.any(), flags, global_norm(norms)
+        return self.arithmetic.multiply(factor, scaled), flags.any(), flags, norms

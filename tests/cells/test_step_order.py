@@ -256,13 +256,6 @@ def test_options_of_a_wrong_kind_are_refused(options, words):
         TrainOneStepWithLossScaleCell(net, nn.SGD(list(net.w)), Tensor(8.0), **options)
 
 
-def test_learning_rate_of_groups_is_refused():
-    net = GradientsAsGiven([np.zeros(2, np.float32), np.zeros(1, np.float32)])
-    groups = [{"params": [net.w[0]], "lr": 0.1}, {"params": [net.w[1]], "lr": 0.2}]
-    with pytest.raises(ValueError, match="one learning rate"):
-        TrainOneStepWithLossScaleCell(net, nn.SGD(groups), Tensor(8.0), outputs="learning_rate")
-
-
 def test_a_spike_is_skipped_and_is_a_clean_step(mode):
     net = GradientsAsGiven([np.zeros(2, np.float32)])
     update = DynamicLossScaleUpdateCell(8.0, 2, 2)
