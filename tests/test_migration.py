@@ -5,8 +5,8 @@ import numpy as np
 import pytest
 from mindspore import Parameter, Tensor, nn, ops
 
-from examples.migration import bert, mindaudio, mindcv, mindocr, mindone
-from lossscale import DynamicLossScaleUpdateCell
+from examples.migration import bert, mindaudio, mindcv, mindformers, mindocr, mindone, mindyolo
+from lossscale import EMA, DynamicLossScaleUpdateCell
 from tests.nets import GradientsAsGiven, Poisoned, batch, copy_parameters
 from tests.oracles import DynamicScale
 from tests.test_examples import last_line, run
@@ -49,6 +49,76 @@ def test_mindcv_equals_a_loop_in_plain_mindspore(mode):
         np.testing.assert_allclose(got.asnumpy(), want, rtol=1e-4, atol=1e-5)
     assert len(shadows) == 8  # the statistics of BatchNorm too
     assert (float(step.scale_sense.asnumpy()), updates) == (2.0**9, 1003)
+
+
+class Holder(nn.Cell):
+    """Holds an optimizer, as mindcv's accumulation does, which gives its Parameters a prefix."""
+
+    def __init__(self, optimizer):
+        super().__init__()
+        self.optimizer = optimizer
+
+
+class NamesOfMindcv(nn.TrainOneStepWithLossScaleCell):
+    """The Parameters of mindcv's train cell, with and without accumulation; it never trains."""
+
+    def __init__(self, network, optimizer, accumulates):
+        super().__init__(network, optimizer, nn.DynamicLossScaleUpdateCell(1024, 2, 2000))
+        self.updates = Parameter(Tensor(0.0, ms.float32))
+        self.weights_all = ms.ParameterTuple(list(network.get_parameters()))
+        self.ema_weight = self.weights_all.clone("ema", init="same")
+        if accumulates:
+            self.gradient_accumulation = Holder(optimizer)
+            self.sums = self.weights.clone("grad_accumulation", init="zeros")
+            self.accumulation_step = Parameter(Tensor(1, ms.int32), name="accumulation_step")
+
+
+def of_mindcv(accumulates, folder):
+    """Write a checkpoint as mindcv's cell does, with random values; return its path and the values by our names."""
+    theirs = nn.WithLossCell(network_with_norm(), nn.MSELoss())
+    theirs = NamesOfMindcv(theirs, nn.Momentum(theirs.trainable_params(), 0.1, 0.9), accumulates)
+    rng, values = np.random.default_rng(0), {}
+    for parameter in theirs.get_parameters():
+        value = np.asarray(rng.uniform(1, 2, parameter.shape), np.float32)
+        if parameter.dtype != ms.float32 or parameter.name == "updates":
+            value = np.full(parameter.shape, 3, ms.dtype_to_nptype(parameter.dtype))
+        parameter.set_data(Tensor(value))
+        values[parameter.name.removeprefix("optimizer.").replace("updates", "ema.updates")] = value
+    ms.save_checkpoint(theirs, str(folder / "theirs.ckpt"))
+    names = [parameter.name for parameter in theirs.get_parameters()]
+    assert ("optimizer.global_step" in names) == accumulates
+    return folder / "theirs.ckpt", values
+
+
+@pytest.mark.parametrize("accumulates", [False, True])
+def test_mindcv_checkpoints_load_and_train_on(mode, tmp_path, accumulates):
+    path, values = of_mindcv(accumulates, tmp_path)
+    cells = []
+    for _ in range(2):
+        net = nn.WithLossCell(network_with_norm(), nn.MSELoss()).set_train()
+        optimizer = nn.Momentum(net.trainable_params(), 0.1, 0.9)
+        options = {"loss_scale_type": "dynamic", "loss_scale": 64.0, "ema_decay": 0.9}
+        cells.append(mindcv.train_cell(net, optimizer, accumulate_steps=2 if accumulates else 1, **options))
+    loaded, assigned = cells
+    loaded(*batch(seed=9)), loaded(*batch(seed=9))  # into a cell that has stepped, too
+    missing = mindcv.load_checkpoint(loaded, path)
+    assert {"consecutive_overflows", "total_overflows"} <= set(missing) and not set(missing) & set(values)
+    for parameter in assigned.get_parameters():
+        if parameter.name in values:
+            parameter.set_data(Tensor(values[parameter.name].astype(ms.dtype_to_nptype(parameter.dtype))))
+    for seed in range(4):
+        assert float(loaded(*batch(seed=seed))) == float(assigned(*batch(seed=seed)))
+    for got, want in zip(loaded.get_parameters(), assigned.get_parameters()):
+        np.testing.assert_array_equal(got.asnumpy(), want.asnumpy(), got.name)
+    assert int(loaded.ema.updates.asnumpy()) == 3 + (2 if accumulates else 4)
+
+
+def test_mindcv_checkpoint_of_another_network_is_refused(tmp_path):
+    path, _ = of_mindcv(False, tmp_path)
+    net = nn.WithLossCell(nn.Dense(8, 4), nn.MSELoss())
+    step = mindcv.train_cell(net, nn.Momentum(net.trainable_params(), 0.1, 0.9))
+    with pytest.raises(ValueError, match="no checkpoint of this network"):
+        mindcv.load_checkpoint(step, path)
 
 
 def series(count, overflows, seed=0):
@@ -230,6 +300,93 @@ def test_bert_drops_whole_windows(mode, kind, clip):
     assert [float(scale) for _, _, scale in outputs] == [64.0] * 5 + [32.0] * 4
 
 
+class SumOfTokens(nn.Cell):
+    """The loss of `series` as a sum over tokens, with their number."""
+
+    def __init__(self):
+        super().__init__()
+        self.net = GradientsAsGiven([np.zeros(shape, np.float32) for shape in SHAPES])
+
+    def construct(self, *inputs):
+        return self.net(*inputs[:-1]) * inputs[-1], inputs[-1]
+
+
+def test_mindformers_divides_by_tokens_clips_and_skips_spikes(mode):
+    net = SumOfTokens()
+    steps = series(10, overflows=[2])
+    steps[6] = [grad * 100 for grad in steps[6]]  # a spike
+    tokens = np.random.default_rng(1).integers(1, 9, 10).astype(np.float32)
+    options = {"max_grad_norm": 1.0, "global_norm_spike_threshold": 20.0, "accumulate_steps": 2}
+    update = DynamicLossScaleUpdateCell(64.0, 2, 100)
+    step = mindformers.train_cell(net, nn.SGD(list(net.net.w), 0.5), update, calculate_per_token_loss=True, **options)
+    weights = [np.zeros(shape) for shape in SHAPES]
+    for window in range(5):
+        for micro in (2 * window, 2 * window + 1):
+            outputs = step(*[Tensor(grad) for grad in steps[micro]], Tensor(tokens[micro]))
+        first, second = tokens[2 * window : 2 * window + 2]
+        pairs = zip(steps[2 * window], steps[2 * window + 1])
+        mean = [(a.astype(np.float64) * first + b * second) / (first + second) for a, b in pairs]
+        norm = np.sqrt(sum((grad**2).sum() for grad in mean))
+        assert (norm > 20) == (window in (1, 3))
+        if norm <= 20:
+            weights = [w - 0.5 * g for w, g in zip(weights, global_norm(1.0)(mean))]
+        for got, want in zip(net.net.w, weights):
+            np.testing.assert_allclose(got.asnumpy(), want, rtol=1e-4, atol=1e-6)
+        np.testing.assert_allclose(float(outputs[4]), norm, rtol=1e-5)
+        assert [float(value) for value in outputs[1:4]] == [window == 1, 64 if window < 1 else 32, 0.5]
+
+
+@pytest.mark.parametrize(("clip", "spike"), [(None, None), (None, 20.0), (1.0, None)])
+def test_mindformers_without_tokens(mode, clip, spike):
+    steps = series(3, overflows=[1])
+    step = mindformers.train_cell(*given(), 64.0, max_grad_norm=clip, global_norm_spike_threshold=spike)
+    history, _ = by_hand(steps, 1, global_norm(clip or 1e9))
+    outputs = check(step, steps, 1, history)
+    assert [float(output[2]) for output in outputs] == [64.0] * 3
+
+
+@pytest.mark.parametrize("still", [False, True])
+def test_mindyolo_equals_numpy(mode, still):
+    steps = series(4, overflows=[1])
+    history, averages = by_hand(steps, 1, global_norm(1.0), decay=0.75, drop=not still)
+    net, optimizer = given()
+    scaler, average = mindyolo.loss_scaler("dynamic", 64.0, 2, 100), EMA(0.75)
+
+    def with_parts(loss, label):
+        return loss, label
+
+    options = {"clip_grad_value": 1.0, "overflow_still_update": still, "ema": average}
+    wrapped = Together(net)
+    step = mindyolo.train_step_fn(wrapped, with_parts, optimizer, scaler, **options)
+    for i, grads in enumerate(steps):
+        _, parts, finite = step([Tensor(grad) for grad in grads], Tensor(float(i)))
+        assert (float(parts), bool(finite)) == (i, i != 1)
+        for weight, want in zip(net.w, history[i]):
+            np.testing.assert_allclose(weight.asnumpy(), want, rtol=1e-4, atol=1e-6)
+    assert float(scaler.scale_value.asnumpy()) == 32.0
+    for shadow, want in zip(average.shadows, averages):
+        np.testing.assert_allclose(shadow.asnumpy(), want, rtol=1e-4, atol=1e-6)
+
+
+class Together(nn.Cell):
+    """Takes the inputs of a network as one tuple."""
+
+    def __init__(self, network):
+        super().__init__()
+        self.network = network
+
+    def construct(self, inputs):
+        return self.network(*inputs)
+
+
+def test_mindyolo_scalers():
+    assert [float(mindyolo.loss_scaler(kind, 8.0).scale_value.asnumpy()) for kind in ("static", "none", "dynamic")] == [
+        8.0,
+        1.0,
+        8.0,
+    ]
+
+
 @pytest.mark.processes
 @pytest.mark.parametrize(
     ("name", "promise"),
@@ -238,6 +395,8 @@ def test_bert_drops_whole_windows(mode, kind, clip):
         ("mindone", lambda result: result["last_loss"] < 0.7 * result["first_loss"]),
         ("mindocr", lambda result: result["accuracy"] > 0.6),
         ("mindaudio", lambda result: result["running_accuracy"] > 0.8),
+        ("mindformers", lambda result: result["last_loss"] < 0.7 * result["first_loss"] and result["norm"] > 0),
+        ("mindyolo", lambda result: result["accuracy"] > 0.8 and 0 < result["skipped"] < 20),
         ("bert", lambda result: result["last_loss"] < 0.8 * result["first_loss"]),
     ],
 )

@@ -60,6 +60,32 @@ def train_cell(
     )
 
 
+def load_checkpoint(step, path):
+    """Load a checkpoint that mindcv wrote of its train cell; return the names of states that it did not hold.
+
+    With accumulation its names of weights and optimizer start with "optimizer.", and its sums are left out: a window
+    starts anew. Its counter of averages is a float, and there without averages too.
+
+    Raises:
+        ValueError: if a weight or a state of the optimizer is missing. Nothing has been loaded then.
+    """
+    values = {}
+    for name, value in ms.load_checkpoint(str(path)).items():
+        name = name.removeprefix("optimizer.")
+        if name == "updates":
+            name, value = "ema.updates", ms.Parameter(ms.Tensor(int(value.asnumpy().item()), ms.int32))
+        if not name.startswith(("grad_accumulation.", "accumulation_step")):
+            values[name] = value
+    own = {parameter.name for parameter in step.get_parameters()}
+    missing = sorted(own - set(values))
+    needed = [w.name for w in (*step.network.get_parameters(), *step.optimizer.get_parameters())]
+    lost = sorted(set(missing) & set(needed))
+    if lost:
+        raise ValueError(f"{path} is no checkpoint of this network and optimizer: it has no {lost}.")
+    ms.load_param_into_net(step, {name: value for name, value in values.items() if name in own})
+    return missing
+
+
 def main():
     ms.set_context(mode=ms.GRAPH_MODE)
     fast_convolutions()
