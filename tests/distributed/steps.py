@@ -125,10 +125,56 @@ def accumulated(cell, ranks, rank, bad_rank):
     return {"accumulated": np.array(outputs), "accumulated_weights": weights}
 
 
-def all_reduces(cell, rank, folder):
+class SumOfTokens(nn.Cell):
+    """Returns the sum of the losses of some rows and how many they are."""
+
+    def __init__(self):
+        super().__init__()
+        self.net = mlp()
+
+    def construct(self, x, y, mask):
+        losses = ((self.net(x) - y) ** 2).mean(axis=1)
+        return (losses * mask).sum(), mask.sum()
+
+
+def per_token(ranks, rank, accumulate_steps):
+    """Weights and flags after six calls with other numbers of tokens in every call and rank, an inf in the third."""
+    ms.set_seed(7)
+    np.random.seed(7)
+    net = SumOfTokens()
+    cell = TrainOneStepWithLossScaleCell(
+        net,
+        nn.Momentum(net.trainable_params(), 0.05, 0.9),
+        DynamicLossScaleUpdateCell(1024.0, 2, 2),
+        accumulate_steps=accumulate_steps,
+        calculate_per_token_loss=True,
+    )
+    flags = []
+    for step in range(6):
+        mask = np.random.default_rng(step).permutation(np.arange(ROWS * ranks) < 3).astype(np.float32)
+        mask[0] = np.inf if step == 2 else mask[0]
+        rows = slice(None) if rank is None else slice(rank * ROWS, (rank + 1) * ROWS)
+        flags.append(float(cell(*rows_of(step, ranks, rank), Tensor(mask[rows]))[1]))
+    return cell, np.concatenate([*(w.asnumpy().ravel() for w in cell.weights), np.array(flags)])
+
+
+def all_per_token(ranks, rank):
+    """What `per_token` gives with and without accumulation, where reducers take the mean and where the sum."""
+    found = {}
+    for mean in (True, False):
+        if rank is not None:
+            ms.set_auto_parallel_context(gradients_mean=mean)
+        for window in (1, MICRO):
+            found[f"per_token_{mean}_{window}"] = per_token(ranks, rank, window)[1]
+    if rank is not None:
+        ms.set_auto_parallel_context(gradients_mean=True)
+    return found
+
+
+def all_reduces(cell, rank, folder, last=None):
     """How many AllReduce nodes the compiled step of a train cell holds, by MindSpore's own dump of the graph."""
     ms.set_context(save_graphs=1, save_graphs_path=str(folder))
-    cell(*rows_of(0, 2, rank), poison(False))
+    cell(*rows_of(0, 2, rank), poison(False) if last is None else last)
     ms.set_context(save_graphs=0)
     graphs = sorted(folder.rglob("*_validate_*.ir"))
     return [graph.read_text().count("= AllReduce(") for graph in graphs]
@@ -215,6 +261,7 @@ def main(mode, folder, bad_rank):
     found.update(accumulated(train_cell(accumulate_steps=MICRO), ranks, rank, int(bad_rank)))
     local = sweep(train_cell(ChecksLocalGradients), ranks, rank)
     found.update({f"local_{name}": values for name, values in local.items()})
+    found.update(all_per_token(ranks, rank))
     found["different_scales"] = different_scales(rank)
     if ranks == 2:
         found.update({f"grad_scaler_{order}": rows for order, rows in grad_scaler(rank).items()})
@@ -226,6 +273,9 @@ def main(mode, folder, bad_rank):
             ("local", train_cell(ChecksLocalGradients)),
         ):
             found[f"all_reduces_{name}"] = all_reduces(cell, rank, folder / f"graphs_{name}_{rank}")
+        cell, _ = per_token(2, rank, 1)
+        mask = Tensor(np.ones(ROWS, np.float16))  # another dtype, which compiles anew
+        found["all_reduces_per_token"] = all_reduces(cell, rank, folder / f"graphs_tokens_{rank}", mask)
     np.savez(folder / f"rank_{rank}.npz", **found)
     if ranks == 2:
         micro_steps_alone(rank, folder)

@@ -30,6 +30,7 @@ def job(request, tmp_path_factory):
     ms.set_context(mode=ms.GRAPH_MODE)
     try:
         alone = steps.sweep(steps.train_cell(), ranks)
+        alone.update(steps.all_per_token(ranks, None))
         alone.update(steps.accumulated(steps.train_cell(accumulate_steps=steps.MICRO), ranks, None, ranks - 1))
     finally:
         ms.set_context(mode=before)
@@ -78,6 +79,16 @@ def test_accumulated_windows_are_those_of_one_process(job):
     np.testing.assert_allclose(found[0]["accumulated_weights"], alone["accumulated_weights"], rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.parametrize("mean", [True, False])
+@pytest.mark.parametrize("window", [1, steps.MICRO])
+def test_tokens_are_added_up_over_ranks(job, mean, window):
+    found, alone = job
+    name = f"per_token_{mean}_{window}"
+    assert alone[name][-6:].sum() == 1 and (window > 1 or alone[name][-6:].tolist() == [0, 0, 1, 0, 0, 0])
+    for rank in found:
+        np.testing.assert_allclose(rank[name], alone[name], rtol=1e-5, atol=1e-6)
+
+
 def test_no_more_collectives_than_needed(job):
     found, _ = job
     if "all_reduces_plain" not in found[0]:
@@ -86,6 +97,7 @@ def test_no_more_collectives_than_needed(job):
     for rank in found:
         assert rank["all_reduces_plain"].tolist() == [weights]  # inf has spread: no flag is sent
         assert rank["all_reduces_accumulating"].tolist() == [weights]
+        assert rank["all_reduces_per_token"].tolist() == [weights + 1]  # one scalar
         assert rank["all_reduces_local"].tolist() == [weights + 1]
 
 
